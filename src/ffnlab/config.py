@@ -1,0 +1,187 @@
+"""From yaml and overrides to plain checked values: compose, locate, factory, settings, validate.
+
+No file that is read can run code: a `_target_` is only ever a class of ffnlab or of a package that the
+command line names.
+"""
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ffnlab.errors import UserError
+
+T = typing.TypeVar("T")
+
+# Parts by group: each must be a mapping with a `_target_`.
+GROUPS = (
+    "data",
+    "tokenizer",
+    "optim",
+    "schedule",
+    "attention",
+    "norm",
+    "norm_ffn",
+    "skip",
+    "threshold",
+    "act",
+    "ffn",
+    "logger",
+)
+
+
+def config_dir() -> Path:
+    """The folder of train.yaml: ffnlab/configs in an installed wheel, configs/ beside src/ in a checkout."""
+    here = Path(__file__).resolve().parent
+    return next(p for p in (here / "configs", here.parents[1] / "configs") if (p / "train.yaml").is_file())
+
+
+def compose(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The resolved configuration of `python train.py OVERRIDES` as plain values, and the choice made in each
+    group.
+    """
+    import hydra
+
+    with hydra.initialize_config_dir(str(config_dir()), job_name="train", version_base="1.3"):
+        cfg = hydra.compose("train", overrides=list(overrides), return_hydra_config=True)
+        choices = dict(cfg.hydra.runtime.choices)
+    OmegaConf.set_struct(cfg, False)
+    del cfg["hydra"]
+    return plain(cfg), choices
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """Plain dicts, lists and scalars; interpolations of other keys are resolved, resolvers such as
+    ${oc.env:X} are refused.
+    """
+    raw = OmegaConf.to_yaml(cfg)
+    if found := re.search(r"\$\{[^}]*:[^}]*\}", raw):
+        raise UserError(
+            f"{found[0]}: only references to other keys are allowed in a configuration, such as ${{seed}}"
+        )
+    out = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(out, dict)
+    return typing.cast(dict[str, Any], out)
+
+
+def locate(target: str, packages: Sequence[str] = ("ffnlab",)) -> type:
+    """The class that `target` names: it must be defined in the module that the name says, inside one of
+    `packages`.
+    """
+    module_name, _, name = target.rpartition(".")
+    if module_name.split(".")[0] not in packages:
+        raise UserError(
+            f"_target_ {target!r}: expected a class of {' or '.join(packages)}; name other packages with plugins=[...]"
+        )
+    try:
+        found = vars(importlib.import_module(module_name)).get(name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"_target_ {target!r}: {error}") from error
+    if not isinstance(found, type) or f"{found.__module__}.{found.__qualname__}" != target:
+        raise UserError(f"_target_ {target!r}: module {module_name} defines no class {name}")
+    return found
+
+
+def factory(
+    node: Any, path: str, given: Sequence[str] = (), packages: Sequence[str] = ("ffnlab",)
+) -> Callable[..., Any]:
+    """`functools.partial(cls, **options)` of a part; `given` are the arguments that the caller adds when it
+    calls it.
+    """
+    if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
+        raise UserError(
+            f"{path}={node!r}: expected a part of configs/{path.split('.')[0]}/ (a mapping with a _target_)"
+        )
+    cls = locate(node["_target_"], packages)
+    options = {key: value for key, value in node.items() if key != "_target_"}
+    hints = typing.get_type_hints(cls.__init__)
+    names = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    check({name: hints.get(name, Any) for name in names if name not in given}, options, path)
+    return functools.partial(cls, **options)
+
+
+def settings(cls: type[T], node: Any, path: str) -> T:
+    """The dataclass `cls` from a mapping, with names and types checked."""
+    if not isinstance(node, Mapping):
+        raise UserError(f"{path}={node!r}: expected a mapping")
+    check(typing.get_type_hints(cls), node, path)
+    return cls(**node)
+
+
+def check(hints: Mapping[str, Any], options: Mapping[str, Any], path: str) -> None:
+    """Every option is known and fits its type, and none is missing; a UserError says all that is wrong."""
+    problems = [unknown_key(path, key, hints) for key in options if key not in hints]
+    problems += [f"{path}.{key} is missing" for key in hints if key not in options]
+    problems += [
+        f"{path}.{key}={value!r}: expected {describe(hints[key])}"
+        for key, value in options.items()
+        if key in hints and not fits(value, hints[key])
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+def unknown_key(path: str, key: str, known: typing.Iterable[str]) -> str:
+    """One line with the nearest name and all names."""
+    known = sorted(known)
+    near = difflib.get_close_matches(str(key), known, n=1)
+    hint = f" Did you mean {path + '.' if path else ''}{near[0]}?" if near else ""
+    return f"unknown key {path + '.' if path else ''}{key}.{hint} Keys: {', '.join(known)}"
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value fits a type annotation (an int fits float; a bool fits neither int nor float)."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin is typing.Literal:
+        return value in args and type(value) in {type(arg) for arg in args}
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(fits(v, args[1]) for v in value.values())
+    if isinstance(origin, type) and issubclass(origin, Sequence | frozenset):
+        return isinstance(value, list | tuple | frozenset) and all(fits(v, args[0]) for v in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
+
+
+def describe(hint: Any) -> str:
+    """A type annotation in words."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args)
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(map(str, args))
+    words = {
+        float: "a finite number",
+        int: "an integer",
+        bool: "true or false",
+        str: "a name",
+        type(None): "null",
+    }
+    if hint in words:
+        return words[hint]
+    return (
+        "a list"
+        if isinstance(typing.get_origin(hint), type) and not issubclass(typing.get_origin(hint), Mapping)
+        else "a mapping"
+    )
+
+
+def fields(cls: Any) -> set[str]:
+    """The names of a settings dataclass."""
+    return {field.name for field in dataclasses.fields(cls)}

@@ -1,0 +1,1 @@
+"""Where text or tokens come from; one file per kind."""

@@ -1,0 +1,169 @@
+"""Token files as they lie on people's disks: nanoGPT's `train.bin`/`val.bin`, shards of
+llm.c/modded-nanogpt.
+"""
+
+import glob
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ffnlab.data.cache import key, read_json
+from ffnlab.data.encoders import CharTokenizer, Tokenizer
+from ffnlab.data.shards import Tokens
+from ffnlab.data.tokenfile import checked, has_header, map_file
+from ffnlab.data.tokenise import Opened
+from ffnlab.data.tokenizers import GPT2, Recipe
+from ffnlab.errors import UserError
+
+GPT2_VOCAB = 50257
+SAMPLE_TOKENS = 1 << 20  # validation tokens decoded to learn the bytes per token
+
+_PICKLE = (
+    " meta.pkl lies there, but unpickling can run code, so it is not read. If you trust it, save its "
+    "dictionary as meta.json."
+)
+
+
+class Bin:
+    """A folder, a file or a glob of .bin files; `val` or `test` in the name of a file says what it is for.
+
+    Without a val file the last val_frac of the tokens is held out; a test part lies in front of it.
+    `vocab_size` may be null: then meta.json beside the files, the header (GPT-2) or `tokenizer=gpt2` or
+    `byte` says it.
+    """
+
+    name = "bin"
+
+    def __init__(self, *, path: str, vocab_size: int | None):
+        if not isinstance(path, str) or not path.strip():
+            raise UserError("data=bin needs a folder, a file or a glob of token files: data.path=my/shards")
+        if vocab_size is not None and not 1 <= vocab_size <= 1 << 16:
+            raise UserError(
+                f"data.vocab_size={vocab_size}: expected 1 to 65536 (the files hold uint16), or null."
+            )
+        self.path, self._vocab_size = path, vocab_size
+        where = Path(path).expanduser()
+        if where.is_file():
+            self.files = [where]
+        elif where.is_dir():
+            self.files = sorted(where.glob("*.bin"))
+        else:
+            self.files = sorted(
+                Path(match) for match in glob.glob(str(where), recursive=True) if Path(match).is_file()
+            )
+        if not self.files:
+            raise UserError(
+                f"data.path={path}: no token files there ({where.absolute()}). Expected a folder, a file or "
+                "a glob of .bin."
+            )
+
+    def open(
+        self,
+        recipe: Recipe,
+        val_frac: float,
+        test_frac: float,
+        cache: Path,
+        progress: Callable[[str, float], None],
+    ) -> Opened:
+        """Map, check and split the files. A recipe that would have to be trained (bpe, char) is not used."""
+        try:
+            headered = [has_header(path) for path in self.files]
+            arrays = [map_file(path, header) for path, header in zip(self.files, headered, strict=True)]
+        except OSError as error:
+            raise UserError(f"cannot read {error.filename}: {error.strerror}.") from error
+        vocab_size, tokenizer = self._vocabulary(recipe, all(headered))
+        files = []
+        for number, (path, array) in enumerate(zip(self.files, arrays, strict=True)):
+            progress(f"checking {path.name}", number / len(arrays))
+            files.append(checked(path, array, cache, vocab_size))
+        splits = self._splits(arrays, val_frac, test_frac)
+        content = {
+            "tokens": [file["sha256"] for file in files],
+            "splits": {n: len(t) for n, t in splits.items()},
+        }
+        manifest = {
+            "fingerprint": key(content),
+            "source": {"name": self.name, "files": files},
+            "tokenizer_hash": tokenizer.hash if tokenizer else None,
+            "vocab_size": vocab_size,
+            "eot": tokenizer.eot if tokenizer else None,
+            "dtype": "<u2",
+            "splits": {name: {"tokens": len(tokens)} for name, tokens in splits.items()},
+        }
+        return Opened(splits, vocab_size, tokenizer, manifest, _bytes_per_token(tokenizer, splits["val"]))
+
+    def _vocabulary(self, recipe: Recipe, headered: bool) -> tuple[int, Tokenizer | None]:
+        meta_path = self.files[0].parent / "meta.json"
+        meta = read_json(meta_path)
+        if meta_path.exists() and meta is None:
+            raise UserError(f'{meta_path} is not a json object; expected for example {{"vocab_size": 65}}.')
+        tokenizer: Tokenizer | None = None
+        if recipe.fit_on is None:
+            tokenizer = recipe.fit(())
+        elif meta and "stoi" in meta:
+            tokenizer = _char_tokenizer(meta["stoi"], meta_path)
+        elif headered and not meta and (self._vocab_size or GPT2_VOCAB) >= GPT2_VOCAB:
+            tokenizer = GPT2().fit(())
+        size = (
+            self._vocab_size
+            or (meta or {}).get("vocab_size")
+            or (tokenizer.vocab_size if tokenizer else None)
+        )
+        if not isinstance(size, int) or not 1 <= size <= 1 << 16:
+            raise UserError(
+                f"data.path={self.path}: the vocabulary of these tokens is not known (got {size}). Give "
+                'tokenizer=gpt2, data.vocab_size=N, or a file meta.json with {"vocab_size": N} beside them.'
+                + (_PICKLE if (self.files[0].parent / "meta.pkl").exists() else "")
+            )
+        if tokenizer and tokenizer.vocab_size > size:
+            raise UserError(
+                f"data.vocab_size={size} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer "
+                f"of {self.path}."
+            )
+        return size, tokenizer
+
+    def _splits(self, arrays: Sequence[np.ndarray], val_frac: float, test_frac: float) -> dict[str, Tokens]:
+        groups: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
+        for path, array in zip(self.files, arrays, strict=True):
+            words = re.split(r"[^a-z]+", path.stem.lower())
+            kind = (
+                "val"
+                if {"val", "valid", "validation"} & set(words)
+                else "test"
+                if "test" in words
+                else "train"
+            )
+            groups[kind].append(array)
+        train = Tokens(groups["train"])
+        total = end = len(train)
+        splits = {name: Tokens(groups[name]) for name in ("val", "test") if groups[name]}
+        for name, fraction in (("val", val_frac), ("test", test_frac)):
+            if name not in splits and fraction:
+                start = end - round(total * fraction)
+                splits[name] = train.part(start, end)
+                end = start
+        return {"train": train.part(0, end), **splits}
+
+
+def _char_tokenizer(stoi: object, path: Path) -> CharTokenizer:
+    """nanoGPT's character table: {"a": 0, ...} with the ids 0 ... n-1."""
+    if isinstance(stoi, dict) and all(
+        isinstance(token, int) and len(char) == 1 for char, token in stoi.items()
+    ):
+        characters = sorted(stoi, key=stoi.__getitem__)
+        if [stoi[char] for char in characters] == list(range(len(characters))) and characters:
+            return CharTokenizer("".join(characters), end_mark=False)
+    raise UserError(f"{path}: stoi is not a table of single characters with the ids 0, 1, 2, ...")
+
+
+def _bytes_per_token(tokenizer: Tokenizer | None, val: Tokens) -> float | None:
+    if tokenizer is None or not len(val):
+        return None
+    sample = val.read(0, SAMPLE_TOKENS)
+    if sample.max() >= tokenizer.vocab_size:  # padding of the vocabulary, which stands for no text
+        return None
+    ids, counts = np.unique(sample, return_counts=True)
+    lengths = [0 if token == tokenizer.eot else len(tokenizer.token_bytes(token)) for token in ids.tolist()]
+    return float(np.dot(lengths, counts) / len(sample))

@@ -1,0 +1,92 @@
+"""What a run says about itself: run.json before the first step, the closing lines after the last."""
+
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ffnlab
+from ffnlab.device import instruction_set
+from ffnlab.nn.count import TRAINING
+from ffnlab.nn.rate import cpu_name
+from ffnlab.session import Session
+from ffnlab.train import Row
+
+
+def facts(
+    session: Session, choices: Mapping[str, str], threads: int, flops: int, rate: float
+) -> dict[str, Any]:
+    """What run.json says about a run before its first step."""
+    return {
+        "choices": dict(choices),
+        "seeds": {"seed": session.cfg["seed"], "data": session.cfg["data"]["seed"]},
+        "threads": threads,
+        "instruction_set": instruction_set(),
+        "device": {"type": session.device.type, "name": device_name(session.device)},
+        "precision": session.precision,
+        "parameters": sum(p.numel() for p in session.model.parameters()),
+        "flops_per_token": flops,
+        "matrix_rate_flops_per_s": rate,
+        "versions": {
+            "ffnlab": ffnlab.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "git": git_state(),
+        "data": session.data.manifest,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's or the processor's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout that this code runs from, and whether it was changed; None outside a
+    checkout.
+    """
+
+    def git(*args: str) -> str:
+        root = Path(__file__).resolve().parent
+        return subprocess.run(
+            ("git", "-C", str(root), *args), capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
+    """The lines at the end of a run: what came out, what it cost, and what to type next."""
+    seconds, probes = info["timings"]["total_s"], info["timings"]["probe_s"]
+    rate = info["matrix_rate_flops_per_s"]
+    achieved = TRAINING * info["flops_per_token"] * info["timings"]["median_tok_per_s"]
+    quality = f"val/loss {final['val/loss']:.4f} nats per token" if "val/loss" in final else "not evaluated"
+    if "val/bits_per_byte" in final:
+        quality += f", {final['val/bits_per_byte']:.4f} bits per byte"
+    return [
+        f"{info['status']}: {out}",
+        f"  {quality} at step {final.get('step', 0)}, {final.get('tokens', 0):,} tokens in {seconds:.0f} s",
+        f"  {info['parameters']:,} parameters, {info['flops_per_token']:,} FLOPs per token forward, {TRAINING}x that in training",
+        f"  {achieved / 1e9:.1f} GFLOP/s at the median step: {achieved / rate:.0%} of the {rate / 1e9:.0f} GFLOP/s that {info['precision']} "
+        f"matrix products reach here on {info['threads']} threads",
+        f"  probes took {probes:.1f} s: {probes / max(seconds, 1e-9):.1%} of the run",
+        "next:",
+        f'  ffnlab sample {out} --prompt "My fellow Americans,"',
+        f"  ffnlab summary {' '.join(overrides(info['choices']))}",
+        "  python train.py -m ffn=mlp,swiglu act=gelu,relu2 seed=0,1",
+    ]
+
+
+def overrides(choices: Mapping[str, Any]) -> list[str]:
+    """The choices that say most about a model, as overrides."""
+    return [f"{group}={choices[group]}" for group in ("arch", "model", "ffn", "act") if choices.get(group)]

@@ -1,0 +1,20 @@
+"""What every activation has in common."""
+
+from typing import ClassVar
+
+from torch import nn
+
+
+class Activation(nn.Module):
+    """Maps pre-activations (..., F) to post-activations (..., F), neuron by neuron.
+
+    `exact_zeros` states whether an inactive neuron's output is exactly 0 (the ReLU family): only then is
+    "active" a matter of fact, and only then can a sparse kernel skip the neuron without changing the result.
+    `d_ff` is the width F; an activation with parameters of its own per neuron sizes them by it.
+    """
+
+    exact_zeros: ClassVar[bool] = False
+
+    def __init__(self, *, d_ff: int):
+        super().__init__()
+        self.d_ff = d_ff

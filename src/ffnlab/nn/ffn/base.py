@@ -1,0 +1,65 @@
+"""What every feed-forward variant has in common."""
+
+from collections.abc import Callable
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class FFN(nn.Module):
+    """y = down(dropout(hidden(x))): a variant says what `hidden` is.
+
+    The split in `hidden` and `down` is the seam where a sparse kernel steps in. `make_act(d_ff)` builds this
+    layer's own activation (with its threshold), so that no state is shared between layers by accident.
+    `bias` names the matrices that have one; names of matrices that a variant lacks are ignored, so that
+    "all of them" can be said for every variant alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        d_ff: int,
+        make_act: Callable[[int], nn.Module],
+        bias: frozenset[str],
+        dropout: float,
+    ):
+        super().__init__()
+        self.d_model, self.d_ff = d_model, d_ff
+        self.up = nn.Linear(d_model, d_ff, bias="up" in bias)
+        self.act = make_act(d_ff)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(d_ff, d_model, bias="down" in bias)
+
+    def hidden(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... F"]:
+        """What the neurons put out, before dropout and the way down."""
+        raise NotImplementedError
+
+    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
+        return self.down(self.dropout(self.hidden(x)))
+
+    def flops_per_token(self) -> int:
+        """Forward floating-point operations of the matrix products, per token: 2 * in * out each."""
+        return sum(2 * m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
+
+
+class GatedFFN(FFN):
+    """hidden = act(gate x) * up x: two input matrices, multiplied by neuron (Shazeer, arXiv 2002.05202).
+
+    The activation sits on `gate`: its input is the pre-activation, the one that C is subtracted from.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        d_ff: int,
+        make_act: Callable[[int], nn.Module],
+        bias: frozenset[str],
+        dropout: float,
+    ):
+        super().__init__(d_model=d_model, d_ff=d_ff, make_act=make_act, bias=bias, dropout=dropout)
+        self.gate = nn.Linear(d_model, d_ff, bias="gate" in bias)
+
+    def hidden(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... F"]:
+        return self.act(self.gate(x)) * self.up(x)

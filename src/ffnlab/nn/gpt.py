@@ -1,0 +1,135 @@
+"""The decoder: embedding, blocks, final norm, head. Which parts stand in it is decided by build.py alone.
+
+Axes: B batch, T position, D d_model, V vocabulary (padded).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch.utils.checkpoint
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ffnlab.nn.head import Head
+from ffnlab.nn.residual import Residual
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The `model` group of the configuration (configs/train.yaml says what each key means)."""
+
+    seq_len: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    order: str
+    tie_head: bool
+    softcap: float | None
+    pad_vocab_to: int
+    mask_padding: bool
+    dropout: float
+    init: str
+    zero_out: bool
+    value_embeddings: list[list[int]]
+    drop_attn: list[int]
+    drop_ffn: list[int]
+
+
+@dataclass
+class Context:
+    """What the parts of one forward pass tell each other."""
+
+    tokens: Int[Tensor, "B T"]
+    x0: Tensor | None = None  # the stream that enters block 0
+    saved: dict[int, Tensor] = field(default_factory=dict)  # streams that a later part reads, by block
+    values: dict[int, Tensor] = field(default_factory=dict)  # value embeddings (B T D), by block
+
+
+class Block(nn.ModuleDict):
+    """Sublayers by role (`attn`, `ffn`), run in the order of `roles`, each joined to the stream by its
+    residual.
+    """
+
+    def __init__(self, sublayers: dict[str, nn.Module], residual: dict[str, Residual]):
+        super().__init__({**sublayers, "residual": nn.ModuleDict(residual)})
+        self.roles = tuple(sublayers)
+
+    def forward(self, x: Float[Tensor, "B T D"], ctx: Context) -> Float[Tensor, "B T D"]:
+        residual: Any = self["residual"]
+        for role in self.roles:
+            x = residual[role](x, self.branch(role, ctx))
+        return x
+
+    def branch(self, role: str, ctx: Context) -> Callable[[Tensor], Tensor]:
+        """The sublayer as a function of the stream alone; attention also reads the context (value
+        embeddings).
+        """
+        return partial(self[role], ctx=ctx) if role == "attn" else self[role]
+
+
+def run_block(block: Block, x: Tensor, ctx: Context) -> Tensor:
+    """The plain way to run a block."""
+    return block(x, ctx)
+
+
+def run_block_checkpointed(block: Block, x: Tensor, ctx: Context) -> Tensor:
+    """Activation checkpointing: keeps only the block's input and computes the rest again in the backward
+    pass.
+    """
+    out = torch.utils.checkpoint.checkpoint(block, x, ctx, use_reentrant=False)
+    assert isinstance(out, Tensor)
+    return out
+
+
+class GPT(nn.Module):
+    """embed -> [parts.before, block, parts.after] x n_layers -> norm -> head.
+
+    `parts` are what touches the stream between blocks (positions, skips, x0 lambdas, ...), in the order in
+    which they act.
+    """
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        *,
+        vocab_size: int,
+        blocks: list[Block],
+        parts: dict[str, nn.Module],
+        norm: nn.Module,
+        embed: nn.Embedding,
+        head: Head,
+    ):
+        super().__init__()
+        self.settings = settings
+        self.vocab_size = vocab_size
+        self.seq_len, self.d_model, self.n_layers = settings.seq_len, settings.d_model, settings.n_layers
+        self.embed = embed
+        self.drop = nn.Dropout(settings.dropout)
+        self.parts = nn.ModuleDict(parts)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm
+        self.head = head
+        self.run_block: Callable[[Any, Tensor, Context], Tensor] = run_block
+
+    def hidden(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        """What the head reads."""
+        ctx = Context(tokens)
+        parts: list[Any] = list(self.parts.values())
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            for part in parts:
+                x = part.before(i, x, ctx)
+            x = self.run_block(block, x, ctx)
+            for part in parts:
+                x = part.after(i, x, ctx)
+        return self.norm(x)
+
+    def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+        """Logits in fp32; those of the padding are -inf unless `model.mask_padding=false`."""
+        return self.head.logits(self.hidden(tokens))
+
+    def loss(self, tokens: Int[Tensor, "B T"], targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
+        """Sum of the cross-entropy over all targets that are not -100, in nats."""
+        return self.head.loss(self.hidden(tokens).flatten(0, 1), targets.flatten())

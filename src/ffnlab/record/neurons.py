@@ -1,0 +1,167 @@
+"""neurons.zarr: what every neuron did, step by step, in arrays that xarray opens."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ffnlab.errors import UserError
+from ffnlab.record.files import disk_error
+
+_GIB = 1024**3
+_CHUNK_EVENTS = 64
+_CHUNK_BYTES = 8 * 1024**2
+_BUFFER_BYTES = 64 * 1024**2
+
+Event = tuple[int, np.ndarray]  # (step, values)
+
+
+class NeuronRecord:
+    """Arrays over steps in a zarr v3 store: `L03/activity/active_frac` is an array (step, neuron) in group
+    L03/activity.
+
+    Every group has its own coordinate `step`; dimension names are stored, so `xarray.open_zarr(path,
+    group="L03/activity", consolidated=False)` works. All arrays of a group stand on the same steps: where one
+    was not recorded its row is NaN (-1 for whole numbers; unsigned ones and truth values are widened to hold
+    it). Events wait in memory until `flush`, which appends them as one block. The store is made by the first
+    flush.
+    """
+
+    def __init__(self, path: Path, budget_gib: float):
+        self.path = path
+        self.budget = int(budget_gib * _GIB)
+        self._buffer: dict[str, dict[str, list[Event]]] = {}  # group -> array -> events
+        self._dims: dict[str, tuple[str, ...]] = {}
+        self._waiting = 0
+        self._latest = -1
+        self._over = False
+        self._root: Any = None
+        self.bytes = self._stored_bytes()  # of all values, before compression
+
+    def reserve(self, size: int) -> None:
+        """Say before the run that its record will take `size` bytes. Raises UserError when the budget is
+        smaller.
+        """
+        if size > self.budget:
+            raise UserError(
+                f"the per-neuron record of this run takes {size / _GIB:.3g} GiB and probe.budget_gib is "
+                f"{self.budget / _GIB:.3g}: raise it, or record less often (probe.every, probe.schedule=log)."
+            )
+
+    def add(self, step: int, name: str, array: np.ndarray, dims: tuple[str, ...]) -> None:
+        """Record `array` of `step`; `dims` names its axes. Steps must not fall within a group.
+
+        Past the budget nothing more is recorded, with one warning: a record must not stop a training that
+        runs.
+        """
+        group, _, key = name.rpartition("/")
+        if not group or key == "step" or len(dims) != array.ndim or "step" in dims:
+            raise ValueError(
+                f"{name} {array.shape} {dims}: want group/array, one name per axis, none of them 'step'"
+            )
+        if self._waiting > _BUFFER_BYTES and step > self._latest:
+            self.flush()
+        array = np.array(
+            array, dtype=np.promote_types(array.dtype, np.int8) if array.dtype.kind in "bu" else None
+        )
+        if self._over or self.bytes + array.nbytes > self.budget:
+            return self._stop(step)
+        self._dims[name] = tuple(dims)
+        self._buffer.setdefault(group, {}).setdefault(key, []).append((step, array))
+        self._latest = max(self._latest, step)
+        self._waiting += array.nbytes
+        self.bytes += array.nbytes
+
+    def flush(self) -> None:
+        """Append the waiting events to the store. Raises UserError when the disk is full or read-only."""
+        try:
+            for group, events in self._buffer.items():
+                self._append(group, events)
+        except OSError as error:
+            raise disk_error(self.path, self._waiting, error) from error
+        self._buffer, self._waiting = {}, 0
+
+    def truncate(self, step: int) -> None:
+        """Drop everything after `step`: a resume goes on from there. Mends a store that a kill left
+        half-appended.
+        """
+        for events in self._buffer.values():
+            for key, rows in events.items():
+                events[key] = [row for row in rows if row[0] <= step]
+        if self.path.exists():
+            for group in self._groups():
+                keep = int(np.searchsorted(group["step"][:], step, side="right")) if "step" in group else 0
+                for array in group.array_values():
+                    array.resize((keep, *array.shape[1:]))
+        self._waiting = sum(
+            a.nbytes for events in self._buffer.values() for rows in events.values() for _, a in rows
+        )
+        self.bytes = self._stored_bytes() + self._waiting
+        self._latest = min(self._latest, step)
+
+    def _append(self, name: str, events: dict[str, list[Event]]) -> None:
+        group = self._store().require_group(name)
+        if "step" not in group:
+            group.create_array("step", shape=(0,), chunks=(4096,), dtype="int64", dimension_names=("step",))
+        old = group["step"][:]
+        new = np.array(
+            sorted({step for rows in events.values() for step, _ in rows} - set(old.tolist())), dtype=np.int64
+        )
+        if new.size and old.size and new[0] < old[-1]:
+            raise ValueError(f"{name}: step {new[0]} comes after step {old[-1]}; truncate before going back")
+        for key, rows in events.items():
+            if key not in group:
+                self._create(group, key, self._dims[f"{name}/{key}"], rows[0][1], len(old))
+        steps = np.concatenate([old, new])
+        for key in [key for key in group.array_keys() if key != "step"]:
+            array = group[key]
+            array.resize((len(steps), *array.shape[1:]))
+            block = np.full((len(new), *array.shape[1:]), array.fill_value, dtype=array.dtype)
+            for step, values in events.get(key, []):
+                place = int(np.searchsorted(steps, step))
+                if place < len(old):  # an evaluation at a step that was flushed already
+                    array[place] = values
+                else:
+                    block[place - len(old)] = values
+            if len(new):
+                array[len(old) :] = block
+        group["step"].resize((len(steps),))
+        group["step"][len(old) :] = new
+
+    def _create(self, group: Any, key: str, dims: tuple[str, ...], sample: np.ndarray, rows: int) -> None:
+        events = max(1, min(_CHUNK_EVENTS, _CHUNK_BYTES // max(1, sample.nbytes)))
+        group.create_array(
+            key,
+            shape=(rows, *sample.shape),
+            chunks=(events, *(max(1, size) for size in sample.shape)),
+            dtype=sample.dtype,
+            fill_value=np.nan if sample.dtype.kind == "f" else -1,
+            dimension_names=("step", *dims),
+        )
+
+    def _store(self) -> Any:
+        if self._root is None:
+            import zarr  # half a second: only a run that records pays it
+
+            self._root = zarr.open_group(self.path, mode="a", zarr_format=3)
+        return self._root
+
+    def _groups(self) -> list[Any]:
+        import zarr
+
+        return [node for _, node in self._store().members(max_depth=None) if isinstance(node, zarr.Group)]
+
+    def _stored_bytes(self) -> int:
+        if not self.path.exists():
+            return 0
+        return sum(array.nbytes for group in self._groups() for key, array in group.arrays() if key != "step")
+
+    def _stop(self, step: int) -> None:
+        if not self._over:
+            self._over = True
+            warnings.warn(
+                f"{self.path} has reached probe.budget_gib={self.budget / _GIB:.3g} at step {step}: "
+                "per-neuron arrays are not recorded any more; scalars and training go on.",
+                stacklevel=3,
+            )

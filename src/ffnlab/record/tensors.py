@@ -1,0 +1,46 @@
+"""Named tensors in one safetensors file, shared ones once."""
+
+import json
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from ffnlab.errors import UserError
+
+
+def pack(model: dict[str, Tensor], step: int) -> bytes:
+    """A safetensors file as bytes. Tensors that are the same memory (a tied head) are stored under the first
+    of their names; the metadata entry `aliases` maps the other names to it.
+    """
+    stored: dict[str, Tensor] = {}
+    first: dict[tuple, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in model.items():
+        tensor = tensor.detach()
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and place in first:
+            aliases[name] = first[place]
+            continue
+        first[place] = name
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        stored[name] = (
+            tensor.contiguous() if whole else tensor.clone().contiguous()
+        )  # a slice shares its storage
+    metadata = {"format": "pt", "step": str(step), "aliases": json.dumps(aliases)}
+    return safetensors.torch.save(stored, metadata)
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors (on the CPU) of a file that `pack` made; shared names give the same object.
+
+    Raises UserError when the file is not one.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+        tensors = safetensors.torch.load_file(path)
+        return tensors | {name: tensors[stored] for name, stored in aliases.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path} is not a file of weights: {error}") from None

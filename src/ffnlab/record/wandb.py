@@ -1,0 +1,189 @@
+"""Weights & Biases: a copy of the record that can neither stop nor hang a training."""
+
+import configparser
+import netrc
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from ffnlab.errors import UserError, unknown
+from ffnlab.record.metrics import Metrics
+from ffnlab.record.sinks import Sink
+
+_MODES = ("auto", "online", "offline", "disabled")
+_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+_INIT_S = 20.0
+_MAX_BINS = 512  # of wandb.Histogram
+
+
+class WandbSink(Sink):
+    """One W&B run with the id of the run directory.
+
+    `mode`: auto (online when the user is logged in, else offline; $WANDB_MODE decides when it is set),
+    online, offline, disabled. Sent are the config, the metrics, histograms and images; not the console, code,
+    git state, environment or machine. The axis of all metrics is `step`.
+
+    A resumed run keeps its id. Online the server drops the steps that it has (they are the same to the bit).
+    Offline, W&B writes a second folder, and syncing that would erase the first on the server; so the rows up
+    to the resume are logged again, and the newest folder alone holds the whole run.
+
+    `finish_timeout`: seconds to wait for the server at the end. Raises UserError for an unknown mode, and for
+    mode=online without a key.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str,
+        project: str,
+        entity: str | None,
+        group: str | None,
+        tags: list[str],
+        finish_timeout: float,
+    ):
+        if mode not in _MODES:
+            raise UserError(unknown("logger.mode", mode, _MODES))
+        if not 0 < finish_timeout < float("inf"):
+            raise UserError(
+                f"logger.finish_timeout must be a positive number of seconds, got {finish_timeout}."
+            )
+        if mode == "auto":
+            mode = os.environ.get("WANDB_MODE", "") or ("online" if logged_in() else "offline")
+            mode = mode if mode in _MODES[1:] else "offline"
+        elif mode == "online" and not logged_in():
+            raise UserError(
+                "logger.mode=online needs a W&B key and there is none: run `wandb login`, set WANDB_API_KEY, "
+                "or leave logger.mode=auto (offline without a key)."
+            )
+        self.mode = mode
+        self.start_s = 2 * _INIT_S + 60  # a failed online start, an offline one, and the rows of a resume
+        self.finish_s = finish_timeout + 15
+        self._run: Any = None
+        self._options = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
+        self._finish_timeout = finish_timeout
+
+    def start(self, info: dict[str, Any], config: dict[str, Any]) -> None:
+        """Start the run in `info["path"]`/wandb; a server that cannot be reached gives an offline run and a
+        line.
+        """
+        if self.mode == "disabled":
+            return
+        resumed = bool(info.get("resumed"))
+        if self.mode == "online":
+            try:
+                self._run = self._init("online", info, config)
+            except Exception as error:
+                why = str(error).splitlines()[0] if str(error) else type(error).__name__
+                warnings.warn(f"W&B cannot be reached ({why}): this run is recorded offline.", stacklevel=2)
+                self.mode = "offline"
+        if self.mode == "offline":
+            self._run = self._init("offline", info, config)
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("val/loss", step_metric="step", summary="min")
+        if self.mode == "offline" and resumed:
+            for row in Metrics(Path(info["path"]) / "metrics.jsonl").read():
+                self.log(row)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Send one row of metrics at its step."""
+        if self._run:
+            self._run.log(
+                {key: value for key, value in row.items() if value is not None}, step=int(row["step"])
+            )
+
+    def histograms(self, step: int, values: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+        """Send counts over fixed edges; W&B itself would raise on a value that is not finite."""
+        if self._run:
+            import wandb
+
+            made = {name: wandb.Histogram(np_histogram=bins(*pair)) for name, pair in values.items()}
+            self._run.log(made | {"step": step}, step=step)
+
+    def image(self, name: str, path: Path, step: int) -> None:
+        """Send a PNG file."""
+        if self._run:
+            import wandb
+
+            self._run.log({name: wandb.Image(str(path)), "step": step}, step=step)
+
+    def finish(self, status: str, summary: dict[str, Any]) -> None:
+        """Send the final numbers; a run that is not done shows as failed."""
+        if self._run:
+            self._run.summary.update({"status": status, **summary})
+            self._run.finish(exit_code=0 if status == "done" else 1)
+
+    def _init(self, mode: str, info: dict[str, Any], config: dict[str, Any]) -> Any:
+        import wandb  # half a second: only a run that uses it pays it
+
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            save_code=False,
+            disable_code=True,
+            disable_git=True,
+            disable_job_creation=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+            host="",
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            init_timeout=_INIT_S,
+            finish_timeout=self._finish_timeout,
+        )
+        return wandb.init(
+            mode=mode,  # type: ignore[arg-type]
+            dir=str(info["path"]),
+            id=os.environ.get("WANDB_RUN_ID") or info["id"],  # a sweep agent gives each of its runs an id
+            name=info["name"],
+            config=config,
+            resume="allow",
+            allow_val_change=True,
+            reinit="create_new",  # several runs of one process are several runs
+            settings=settings,
+            **self._options,
+        )
+
+
+def logged_in() -> bool:
+    """Whether W&B would find a key: $WANDB_API_KEY, or a netrc entry for the server that is set."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        machines = netrc.netrc(path).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    server = os.environ.get("WANDB_BASE_URL") or _server_in_settings()
+    hosts = (urlsplit(server).netloc,) if server else _HOSTS
+    return any(machines.get(host, ("", "", ""))[2] for host in hosts)
+
+
+def bins(counts: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Counts and edges as W&B takes them: finite edges (an open outer bin becomes as wide as its neighbour),
+    at most 512 bins (neighbours are added up).
+    """
+    counts, edges = np.asarray(counts), np.asarray(edges, dtype=np.float64).copy()
+    if len(edges) > 3:
+        if not np.isfinite(edges[0]):
+            edges[0] = 2 * edges[1] - edges[2]
+        if not np.isfinite(edges[-1]):
+            edges[-1] = 2 * edges[-2] - edges[-3]
+    if len(counts) > _MAX_BINS:
+        starts = np.arange(0, len(counts), -(-len(counts) // _MAX_BINS))
+        counts, edges = np.add.reduceat(counts, starts), np.append(edges[starts], edges[-1])
+    return counts, np.nan_to_num(edges)
+
+
+def _server_in_settings() -> str | None:
+    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    settings = configparser.ConfigParser(interpolation=None)
+    try:
+        settings.read(folder / "settings")
+    except (OSError, configparser.Error):
+        return None
+    return settings.get("default", "base_url", fallback=None)

@@ -1,0 +1,206 @@
+"""Every problem of a configuration at once, before anything is built or written."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from ffnlab import build
+from ffnlab.config import GROUPS, check, factory, settings, unknown_key
+from ffnlab.errors import UserError
+from ffnlab.nn.gpt import ModelSettings
+from ffnlab.nn.init import SCHEMES
+from ffnlab.nn.residual import PLACEMENTS
+from ffnlab.record.checkpoint import CheckpointSettings
+from ffnlab.train import TrainConfig
+
+# Keys that every choice of a group has; build.py reads them itself.
+SHARED: dict[str, dict[str, Any]] = {
+    "ffn": {"expansion": float, "match": str, "d_ff": int | None, "bias": bool | list[str], "dropout": float},
+    "data": {"seed": int, "val_frac": float, "test_frac": float},
+}
+TOP = (
+    *GROUPS,
+    "seed",
+    "out",
+    "study",
+    "arm",
+    "plugins",
+    "train",
+    "checkpoint",
+    "model",
+    "probe",
+    "residual",
+    "stream",
+)
+# Key -> (lowest, highest) allowed number; lists are checked element by element, null is left to the types.
+RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**32 - 1),
+    "data.seed": (0, 2**32 - 1),
+    "data.val_frac": (0.0001, 0.9),
+    "data.test_frac": (0, 0.9),
+    "train.steps": (1, 10**9),
+    "train.batch_size": (1, 10**6),
+    "train.grad_accum": (1, 10**6),
+    "train.clip": (1e-12, math.inf),
+    "train.threads": (1, 4096),
+    "train.log_every": (1, 10**9),
+    "train.eval_every": (1, 10**9),
+    "train.eval_batches": (1, 10**9),
+    "model.seq_len": (2, 2**20),
+    "model.d_model": (1, 2**20),
+    "model.n_layers": (1, 10**4),
+    "model.n_heads": (1, 10**4),
+    "model.softcap": (1e-6, math.inf),
+    "model.pad_vocab_to": (1, 2**20),
+    "model.dropout": (0, 0.999),
+    "ffn.expansion": (0.25, 16),
+    "ffn.d_ff": (1, 2**24),
+    "ffn.dropout": (0, 0.999),
+    "optim.lr": (0, 1e6),
+    "optim.lr_scale": (0, 1e6),
+    "optim.weight_decay": (0, 1e3),
+    "optim.momentum": (0, 0.999999),
+    "optim.betas": (0, 0.999999),
+    "optim.eps": (0, 1),
+    "optim.ns_steps": (1, 50),
+    "schedule.warmup_frac": (0, 1),
+    "schedule.decay_frac": (0, 1),
+    "schedule.floor": (0, 1),
+    "attention.rope_base": (1, 1e12),
+    "attention.rope_frac": (0, 1),
+    "norm.eps": (0, 1),
+    "norm_ffn.eps": (0, 1),
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.order": ("attn_ffn", "ffn_attn"),
+    "model.init": SCHEMES,
+    "ffn.match": ("params", "flops", "width"),
+    "residual.attn": tuple(PLACEMENTS),
+    "residual.ffn": tuple(PLACEMENTS),
+}
+
+
+def validate(cfg: Mapping[str, Any]) -> None:
+    """Raise one UserError with all that is wrong: unknown keys, types, ranges, parts, sizes that do not fit
+    together.
+    """
+    problems = [unknown_key("", key, TOP) for key in cfg if key not in TOP]
+    problems += [f"{key} is missing" for key in TOP if key not in cfg]
+    if not problems:
+        problems += structure(cfg)
+    if not problems:
+        problems += [
+            line for path, bounds in RANGES.items() for line in out_of_range(path, find(cfg, path), bounds)
+        ]
+        problems += [
+            f"{path}={find(cfg, path)!r}: expected one of {', '.join(names)}"
+            for path, names in CHOICES.items()
+            if find(cfg, path) not in names
+        ]
+    if not problems:
+        problems += fit(cfg)
+    if problems:
+        raise UserError(*problems)
+
+
+def structure(cfg: Mapping[str, Any]) -> list[str]:
+    """Unknown or missing keys, wrong types, things that are not parts."""
+    parts = {
+        "data": lambda: factory(
+            without(cfg["data"], build.SHARED_DATA), "data", packages=build.packages(cfg)
+        ),
+        "ffn": lambda: build.ffn_part(cfg),
+        "act": lambda: build.act_part(cfg),
+        "attention": lambda: build.attention_part(cfg),
+        "schedule": lambda: factory(cfg["schedule"], "schedule", ("steps",), build.packages(cfg)),
+    }
+    plain_parts = {group: () for group in GROUPS if group not in parts}
+    plain_parts["skip"] = ("d_model", "n_layers")
+    calls: list[Callable[[], Any]] = [
+        lambda: check({"seed": int, "out": str | None, "study": str | None, "arm": str | None, "plugins": list[str]},
+                      {key: cfg[key] for key in ("seed", "out", "study", "arm", "plugins")}, ""),
+        lambda: settings(TrainConfig, cfg["train"], "train"),
+        lambda: settings(CheckpointSettings, cfg["checkpoint"], "checkpoint"),
+        lambda: settings(ModelSettings, cfg["model"], "model"),
+        lambda: check({"attn": str, "ffn": str, "scale": float | str, "ffn_scale": float | str}, mapping(cfg, "residual"), "residual"),
+        lambda: build.probe_settings(cfg),
+        lambda: build.probes(cfg),
+        *(partial(check_shared, cfg, group, hints) for group, hints in SHARED.items()),
+        *parts.values(),
+        *(partial(factory, cfg[group], group, given, build.packages(cfg)) for group, given in plain_parts.items()),
+        *(partial(factory, node, f"stream.{name}", ("d_model", "n_layers"), build.packages(cfg))
+          for name, node in mapping(cfg, "stream").items()),
+    ]  # fmt: skip
+    return [line for call in calls for line in problems_of(call)]
+
+
+def fit(cfg: Mapping[str, Any]) -> list[str]:
+    """What only shows when sizes meet: heads, skips, layers, widths; the model is built without memory for
+    it.
+    """
+    model = cfg["model"]
+    layers = {
+        "model.drop_attn": model["drop_attn"],
+        "model.drop_ffn": model["drop_ffn"],
+        "model.value_embeddings": [layer for table in model["value_embeddings"] for layer in table],
+    }
+    problems = [
+        f"{path}: layer {layer} does not exist; the layers are 0..{model['n_layers'] - 1}"
+        for path, named in layers.items()
+        for layer in named
+        if not 0 <= layer < model["n_layers"]
+    ]
+    for key in ("scale", "ffn_scale"):
+        if isinstance(cfg["residual"][key], str) and cfg["residual"][key] != "learned":
+            problems.append(f"residual.{key}={cfg['residual'][key]!r}: expected a number or learned")
+    if cfg["data"]["val_frac"] + cfg["data"]["test_frac"] >= 1:
+        problems.append(
+            "data.val_frac + data.test_frac: expected less than 1, so that text is left to train on"
+        )
+    if betas := cfg["optim"].get("betas"):
+        problems += [] if len(betas) == 2 else [f"optim.betas={betas}: expected two numbers"]
+    return problems or [line for call in build.fit_checks(cfg) for line in problems_of(call)]
+
+
+def problems_of(call: Callable[[], Any]) -> list[str]:
+    """The problems of the UserError that `call` raises, if it raises one."""
+    try:
+        call()
+    except UserError as error:
+        return error.problems
+    return []
+
+
+def find(cfg: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, None where a choice of a group does not have the key."""
+    node: Any = cfg
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node
+
+
+def out_of_range(path: str, value: Any, bounds: tuple[float, float]) -> list[str]:
+    """One line for a number outside the bounds (both included)."""
+    if isinstance(value, Mapping):
+        return [line for key, item in value.items() for line in out_of_range(f"{path}.{key}", item, bounds)]
+    if isinstance(value, list):
+        return [line for item in value for line in out_of_range(path, item, bounds)]
+    if isinstance(value, bool) or not isinstance(value, int | float) or bounds[0] <= value <= bounds[1]:
+        return []
+    return [f"{path}={value}: expected a number from {bounds[0]:g} to {bounds[1]:g}"]
+
+
+def mapping(cfg: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """cfg[path], empty where it is no mapping (which `structure` reports by another check)."""
+    return cfg[path] if isinstance(cfg[path], Mapping) else {}
+
+
+def without(node: Any, keys: tuple[str, ...]) -> Any:
+    """A mapping without some keys; anything else as it is."""
+    return {k: v for k, v in node.items() if k not in keys} if isinstance(node, Mapping) else node
+
+
+def check_shared(cfg: Mapping[str, Any], group: str, hints: Mapping[str, Any]) -> None:
+    """The shared keys of a group are there and fit their types."""
+    check(hints, {k: v for k, v in mapping(cfg, group).items() if k in hints}, group)

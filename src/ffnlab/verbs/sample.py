@@ -1,0 +1,123 @@
+"""Continue a text with a trained model: the newest complete checkpoint of a run, and the run's tokenizer."""
+
+import argparse
+import codecs
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ffnlab import build
+from ffnlab.data import Tokenizer, load_tokenizer
+from ffnlab.errors import UserError
+from ffnlab.nn.gpt import GPT
+from ffnlab.record.checkpoint import load, newest_complete
+from ffnlab.record.rundir import load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as outputs/my-run")
+    parser.add_argument(
+        "--prompt", default="", help="the text to continue (default: the start of a document)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="how many tokens to add (default 200)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest (default 0.8)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    check(args)
+    model, tokenizer = load_run(args.run)
+    ids = start(tokenizer, args.prompt, model.seq_len)
+    sys.stdout.write(args.prompt)
+    drawn = generate(model, ids, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+    for text in stream(tokenizer, drawn):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """All numbers in range, or a UserError that names each one that is not."""
+    problems = []
+    if args.tokens < 1:
+        problems.append(f"--tokens {args.tokens}: expected at least 1")
+    if not 0 <= args.temperature < float("inf"):
+        problems.append(
+            f"--temperature {args.temperature}: expected 0 (the likeliest token) or a positive number"
+        )
+    if args.top_k is not None and args.top_k < 1:
+        problems.append(f"--top-k {args.top_k}: expected at least 1")
+    if problems:
+        raise UserError(*problems)
+
+
+def load_run(path: Path) -> tuple[GPT, Tokenizer]:
+    """The model of a run, as its newest complete checkpoint has it, and the run's tokenizer."""
+    cfg = load_config(path)
+    if not (path / "tokenizer.json").is_file():
+        raise UserError(
+            f"{path} has no tokenizer.json: it was trained on token ids alone, which cannot be read as text"
+        )
+    tokenizer = load_tokenizer(path / "tokenizer.json")
+    checkpoint = newest_complete(path)
+    if checkpoint is None:
+        raise UserError(
+            f"{path} holds no complete checkpoint yet (the first one comes after checkpoint.every steps)"
+        )
+    tensors, _ = load(checkpoint)
+    model = build.model(cfg, tokenizer.vocab_size)
+    model.load_state_dict(tensors)
+    return model.eval(), tokenizer
+
+
+def start(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
+    """The ids that the model sees first: the prompt's last `seq_len`, or the end mark without a prompt."""
+    ids = tokenizer.encode(prompt)
+    if not ids and tokenizer.eot is None:
+        raise UserError("--prompt is empty, and this tokenizer has no end mark to start from: give a prompt")
+    if len(ids) > seq_len:
+        warnings.warn(
+            f"the prompt has {len(ids)} tokens, the model sees {seq_len}: only the last {seq_len} are used",
+            stacklevel=2,
+        )
+    return ids[-seq_len:] or [int(tokenizer.eot or 0)]
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT, ids: list[int], n: int, *, temperature: float, top_k: int | None, seed: int
+) -> Iterator[int]:
+    """n ids that follow `ids`, each drawn from softmax(logits / temperature) over the true vocabulary."""
+    rng = torch.Generator().manual_seed(seed)
+    window = list(ids)
+    for _ in range(n):
+        hidden = model.hidden(torch.tensor([window[-model.seq_len :]]))
+        window.append(draw(model.head.logits(hidden[0, -1])[: model.vocab_size], temperature, top_k, rng))
+        yield window[-1]
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None, rng: torch.Generator) -> int:
+    """One id out of logits (V,); the likeliest for temperature 0."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, order = logits.topk(min(top_k or len(logits), len(logits)))
+    chosen = torch.multinomial(torch.softmax(values / temperature, dim=-1), 1, generator=rng)
+    return int(order[chosen])
+
+
+def stream(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:
+    """The text of ids, as soon as its characters are complete; a token may end inside one."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in ids:
+        yield decoder.decode(tokenizer.token_bytes(token))
+    yield decoder.decode(b"", final=True)

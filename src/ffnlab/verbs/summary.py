@@ -1,0 +1,153 @@
+"""Print what a configuration costs without training it: parameters, FLOPs per token, bytes, memory."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ffnlab import build
+from ffnlab.device import autocast, choose_device, choose_precision
+from ffnlab.nn.count import TRAINING, Cost, count, tied, total
+from ffnlab.nn.gpt import GPT
+from ffnlab.nn.memory import Memory, estimate, imagined
+from ffnlab.validate import validate
+from ffnlab.verbs import mebibytes, quantity, show, vocabulary
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py: ffn=swiglu model=micro ..."
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="instead of the data's (which are then not read)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    cfg, choices = build.compose(args.overrides)
+    validate(cfg)
+    facts = summarise(cfg, choices, vocabulary(cfg, args.vocab_size))
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        present(facts)
+    return 0
+
+
+def summarise(cfg: Mapping[str, Any], choices: Mapping[str, str], vocab_size: int) -> dict[str, Any]:
+    """All figures of the summary as plain values."""
+    train = cfg["train"]
+    device = choose_device(train["device"])
+    precision = choose_precision(train["precision"], device)
+    with imagined():
+        model = build.model(cfg, vocab_size)
+        costs = count(model, model.seq_len)
+        memory = estimate(
+            model,
+            build.optimizer(cfg, model),
+            batch_size=train["batch_size"],
+            precision=autocast(device, precision),
+            checkpointed=train["checkpoint_activations"],
+        )
+        whole = total(costs.values())
+        return {
+            "model": {
+                "layers": model.n_layers,
+                "d_model": model.d_model,
+                "heads": cfg["model"]["n_heads"],
+                "seq_len": model.seq_len,
+                "vocab_size": vocab_size,
+                "padded_vocab_size": model.embed.num_embeddings,
+            },
+            "components": {name: dataclasses.asdict(cost) for name, cost in costs.items()},
+            "total": dataclasses.asdict(whole),
+            "training_flops_per_token": TRAINING * whole.flops_per_token,
+            "tied": [list(pair) for pair in tied(model)],
+            "ffn": ffn_facts(cfg, choices, model, costs["ffn"], whole),
+            "batch": {"sequences": train["batch_size"], "tokens": train["batch_size"] * model.seq_len},
+            "precision": precision,
+            "optimizer": choices["optim"],
+            "memory": memory_facts(memory),
+        }
+
+
+def ffn_facts(
+    cfg: Mapping[str, Any], choices: Mapping[str, str], model: GPT, ffn: Cost, whole: Cost
+) -> dict[str, Any]:
+    """The FFN's name, its widths, the plain MLP that it was matched to, and its shares of the model."""
+    node = cfg["ffn"]
+    ups = [m for name, m in model.named_modules() if name.endswith((".ffn.up", ".ffn_extra.up"))]
+    matched = node["d_ff"] is None
+    return {
+        "name": choices["ffn"],
+        "act": choices["act"],
+        "d_ff": sorted({up.out_features for up in ups if isinstance(up, nn.Linear)}),
+        "match": node["match"] if matched else "d_ff",
+        "baseline_d_ff": round(node["expansion"] * model.d_model) if matched else None,
+        "share_of_parameters": ffn.parameters / max(1, whole.parameters),
+        "share_of_flops": ffn.flops_per_token / max(1, whole.flops_per_token),
+    }
+
+
+def memory_facts(memory: Memory) -> dict[str, int]:
+    return {**dataclasses.asdict(memory), "total": memory.total}
+
+
+def present(facts: Mapping[str, Any]) -> None:
+    """The same figures as tables and sentences."""
+    m, whole, ffn, memory = facts["model"], facts["total"], facts["ffn"], facts["memory"]
+    rows = [
+        component_row(name, cost, whole)
+        for name, cost in {**facts["components"], "total": whole}.items()
+        if cost["parameters"] or cost["flops_per_token"]
+    ]
+    title = (
+        f"{m['layers']} layers x {m['d_model']}, {m['heads']} heads, {m['seq_len']} positions, "
+        f"vocabulary {m['vocab_size']:,} (padded to {m['padded_vocab_size']:,})"
+    )
+    show(title, ("component", "parameters", "share", "FLOPs/token", "share", "bytes"), rows)
+    print()
+    for counted, other in facts["tied"]:
+        print(f"tied: {other} is {counted}, counted once, at {counted.split('.')[0]}")
+    print(ffn_line(ffn))
+    step = quantity(facts["training_flops_per_token"] * facts["batch"]["tokens"], "FLOP")
+    print(f"A step of {facts['batch']['tokens']:,} tokens costs {step}, forward and backward.\n")
+    words = {"optimizer": f"optimizer ({facts['optimizer']})"}
+    lines = [(words.get(kind, kind), mebibytes(size)) for kind, size in memory.items()]
+    show(
+        f"training memory: {facts['batch']['sequences']} x {m['seq_len']} tokens, {facts['precision']}",
+        ("kind", "bytes"),
+        lines,
+    )
+
+
+def component_row(name: str, cost: Mapping[str, int], whole: Mapping[str, int]) -> tuple[str, ...]:
+    return (
+        name,
+        f"{cost['parameters']:,}",
+        f"{cost['parameters'] / max(1, whole['parameters']):.1%}",
+        f"{cost['flops_per_token']:,}",
+        f"{cost['flops_per_token'] / max(1, whole['flops_per_token']):.1%}",
+        mebibytes(cost["bytes"]),
+    )
+
+
+def ffn_line(ffn: Mapping[str, Any]) -> str:
+    """The FFN in one sentence."""
+    if not ffn["d_ff"]:
+        return "This model has no FFN."
+    widths = ", ".join(str(width) for width in ffn["d_ff"])
+    how = {
+        "params": f"nearest to the parameters of the plain MLP of d_ff {ffn['baseline_d_ff']}",
+        "flops": f"nearest to the FLOPs of the plain MLP of d_ff {ffn['baseline_d_ff']}",
+        "width": f"the width of the plain MLP, {ffn['baseline_d_ff']}",
+        "d_ff": "given by ffn.d_ff",
+    }[ffn["match"]]
+    return (
+        f"FFN: {ffn['name']} with {ffn['act']}, d_ff {widths} ({how}); "
+        f"{ffn['share_of_parameters']:.1%} of all parameters, {ffn['share_of_flops']:.1%} of all FLOPs."
+    )

@@ -1,0 +1,115 @@
+"""Sweeper `arms`: named arms x grid, every job composed on its own, finished jobs skipped, one table at the end."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from ffnlab.errors import UserError, report
+from hydra_plugins.ffnlab_sweep import _jobs, _view
+from hydra_plugins.ffnlab_sweep._jobs import Job
+
+
+@dataclass
+class ArmsConf:
+    """Settings under `hydra.sweeper`."""
+
+    _target_: str = "hydra_plugins.ffnlab_sweep.arms.ArmsSweeper"
+    params: dict[str, Any] = field(default_factory=dict)  # grid of an experiment: {seed: "range(0,8)", ffn: "mlp,swiglu"}
+    arms: dict[str, list[str]] = field(default_factory=dict)  # what a grid cannot say: {name: [override, ...]}
+    command: list[str] | None = None  # train.py hands the command line over here; see train.py
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="arms", node=ArmsConf, provider="ffnlab")
+
+
+class ArmsSweeper(Sweeper):
+    """Expands, composes and names the jobs, launches those that are not done, and ends with a table and an exit code."""
+
+    def __init__(self, params: dict[str, Any], arms: dict[str, list[str]], command: Sequence[str] | None):
+        self.params, self.arms, self.command = params, arms, command
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Hydra's hook: called once, before `sweep`."""
+        self.hydra_context, self.config = hydra_context, config
+        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the sweep; leaves through SystemExit with 1 if a job failed, 128 + signal if it was stopped."""
+        command = list(arguments if self.command is None else self.command)
+        jobs = _jobs.expand(command, self.params, self.arms, self.hydra_context.config_loader)
+        self._refuse_wrong_choices(jobs)
+        with _view.busy(f"composing {len(jobs)} jobs"):
+            for job in jobs:
+                self._plan(job)
+        if all(job.problems for job in jobs):
+            raise UserError(*(problem for job in jobs for problem in job.problems))
+        for job in jobs:
+            if job.problems:
+                print(report(job.problems, f"skipped {job.label or 'job'} ({' '.join(job.overrides)})"), file=sys.stderr)
+        jobs = list({job.out: job for job in jobs if not job.problems}.values()) + [job for job in jobs if job.problems]
+        ready = [job for job in jobs if not job.problems and not _view.finished(job.out)]
+        returns = self.launcher.launch([job.overrides for job in ready], 0) if ready else []
+        notes = {job.out: str(ret._return_value) for job, ret in zip(ready, returns, strict=False) if ret.status.name == "FAILED"}
+        failed = _view.table(jobs, notes, fresh={job.out for job in ready})
+        stopped = getattr(self.launcher, "stopped", None)
+        if stopped or failed:
+            sys.exit(128 + stopped if stopped else 1)
+
+    def _refuse_wrong_choices(self, jobs: list[Job]) -> None:
+        """A choice that does not exist is a slip, not a job that happens not to fit: nothing is started."""
+        from ffnlab.explain import Tree, choice_problems
+
+        tree = Tree(self.hydra_context.config_loader, [o for o in self._passed_on() if o.startswith("hydra.searchpath=")])
+        parser = OverridesParser.create(self.hydra_context.config_loader)
+        texts = dict.fromkeys(text for job in jobs for text in job.overrides)
+        parsed = [parser.parse_override(text) for text in texts]
+        if problems := [p for o in parsed if tree.is_choice(o) for p in choice_problems(o, tree)]:
+            raise UserError(*problems)
+
+    def _plan(self, job: Job) -> None:
+        """Compose and check one job; sets its folder and overrides, or its problems."""
+        from ffnlab.config import plain
+        from ffnlab.validate import validate
+
+        try:
+            cfg = self._compose(job.overrides)
+            study = _jobs.slug(cfg.study or cfg.hydra.runtime.choices.get("experiment") or "sweep")
+            choices = cfg.hydra.runtime.choices
+            with open_dict(cfg):
+                del cfg["hydra"]
+            values = plain(cfg)
+            validate(values)
+        except (UserError, HydraException, OSError, ValueError):
+            job.problems = self._explain(job.overrides)
+            return
+        job.label = job.label or _jobs.slug(f"{choices.get('ffn')}-{choices.get('act')}")
+        job.out = _view.OUTPUTS / study / f"{job.label}-s{values['seed']}-{_jobs.digest(values)}"
+        own = ("study=", "arm=")
+        job.overrides = [o for o in job.overrides if not o.startswith(own)]
+        job.overrides += [f"study='{study}'", f"arm='{job.label}'", f"out='{job.out}'"]
+
+    def _compose(self, overrides: list[str]) -> DictConfig:
+        return self.hydra_context.config_loader.load_sweep_config(self.config, [*overrides, "hydra.mode=RUN"])
+
+    def _passed_on(self) -> list[str]:
+        return list(OmegaConf.to_container(self.config.hydra.overrides.hydra))  # type: ignore[arg-type]
+
+    def _explain(self, overrides: list[str]) -> list[str]:
+        from ffnlab.config import plain
+        from ffnlab.explain import explain
+        from ffnlab.validate import validate
+
+        line = [*(o for o in self._passed_on() if o.startswith("hydra.searchpath=")), *overrides]
+        return explain(line, self.hydra_context.config_loader, lambda cfg: validate(plain(cfg)))

@@ -1,0 +1,202 @@
+"""Launcher `process`: every job is `python train.py ...` in a process of its own, so that no job can hurt another."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from ffnlab.errors import UserError
+from hydra_plugins.ffnlab_sweep._view import View
+
+COMPLETED = (0, 3)  # exit codes of train.py: done, diverged
+SWEEP_ONLY = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
+POLL_S = 0.1
+
+
+@dataclass
+class ProcessConf:
+    """Settings under `hydra.launcher`."""
+
+    _target_: str = "hydra_plugins.ffnlab_sweep.process.ProcessLauncher"
+    parallel: int = 1  # jobs at the same time; each gets cores // parallel threads
+    timeout_s: float | None = None  # a job that runs longer is stopped and counts as failed
+    grace_s: float = 60.0  # what a stopped job may take to save its state before it is killed
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="process", node=ProcessConf, provider="ffnlab")
+
+
+@dataclass
+class Child:
+    """A running job."""
+
+    index: int
+    out: Path
+    process: subprocess.Popen[bytes]
+    start: float = field(default_factory=time.monotonic)
+    deadline: float | None = None  # when it is killed
+    reason: str | None = None  # why it was stopped
+
+    @property
+    def log(self) -> Path:
+        """What the job printed lies beside its folder, as the folder may not come to exist."""
+        return self.out.with_name(f"{self.out.name}.log")
+
+    def send(self, signum: int) -> None:
+        """A signal to the job and whatever it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signum)
+
+
+class ProcessLauncher(Launcher):
+    """Runs jobs side by side; survives failing, exiting, hanging, killed and diverging ones; passes SIGINT and SIGTERM on.
+
+    After a signal no job is started, the running ones may save, and `stopped` holds the signal. A second one kills them.
+    """
+
+    def __init__(self, parallel: int, timeout_s: float | None, grace_s: float):
+        if parallel < 1 or grace_s < 0 or (timeout_s is not None and not timeout_s > 0):
+            raise UserError(
+                f"hydra.launcher: expected parallel >= 1, timeout_s > 0 or null, grace_s >= 0; "
+                f"got {parallel}, {timeout_s}, {grace_s}"
+            )
+        self.parallel, self.timeout_s, self.grace_s = parallel, timeout_s, grace_s
+        self.stopped: int | None = None
+        self.children: list[Child] = []
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Hydra's hook: called once, before `launch`."""
+        self.config = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Run all jobs; one JobReturn each, FAILED with the reason as its value where a job did not come to an end."""
+        returns = [failed("not started") for _ in job_overrides]
+        queue = list(enumerate(job_overrides))
+        with Signals(self._stop), View(len(queue), self.parallel) as view:
+            try:
+                while self.children or (queue and self.stopped is None):
+                    while queue and len(self.children) < self.parallel and self.stopped is None:
+                        self.children.append(self._start(*queue.pop(0)))
+                        view.started(self.children[-1].out)
+                    for child in [c for c in self.children if self._over(c)]:
+                        self.children.remove(child)
+                        problem = verdict(child)
+                        returns[child.index] = failed(problem) if problem else JobReturn(status=JobStatus.COMPLETED)
+                        view.ended(child.out, time.monotonic() - child.start, problem, child.log)
+                    view.tick([(c.out, time.monotonic() - c.start) for c in self.children])
+                    time.sleep(POLL_S)
+            finally:  # an error of ours must not leave jobs behind
+                for child in self.children:
+                    child.send(signal.SIGKILL)
+        return returns
+
+    def _start(self, index: int, overrides: Sequence[str]) -> Child:
+        out = Path(next(o for o in reversed(overrides) if o.startswith("out=")).split("=", 1)[1].strip("'"))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, script(), *self._hydra_arguments(), *overrides, *self._threads(overrides, out)]
+        with out.with_name(f"{out.name}.log").open("ab") as log:
+            process = subprocess.Popen(  # noqa: S603 - our own script with the overrides that the user typed
+                [*command, "hydra.mode=RUN"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "FFNLAB_JOB": str(index), "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # a Ctrl-C reaches the sweep alone, which passes it on
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
+            )
+        return Child(index, out, process)
+
+    def _hydra_arguments(self) -> list[str]:
+        folders = [s.path for s in self.config.hydra.runtime.config_sources if s.provider == "command-line"]
+        kept = [o for o in self.config.hydra.overrides.hydra if not o.lstrip("+~").startswith(SWEEP_ONLY)]
+        return [*(word for path in folders for word in ("--config-dir", path)), *kept]
+
+    def _threads(self, overrides: Sequence[str], out: Path) -> list[str]:
+        """The job's share of the cores; a run that is resumed keeps its own number, as its results depend on it."""
+        if any(o.startswith("train.threads=") for o in overrides):
+            return []
+        with suppress(OSError, KeyError, TypeError, yaml.YAMLError):
+            return [f"train.threads={yaml.safe_load((out / 'config.yaml').read_text())['train']['threads']}"]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return [f"train.threads={max(1, cores // self.parallel)}"]
+
+    def _over(self, child: Child) -> bool:
+        if child.process.poll() is not None:
+            child.send(signal.SIGKILL)  # what it may have left behind in its session
+            return True
+        now = time.monotonic()
+        if child.deadline is not None and now > child.deadline:
+            child.reason = f"{child.reason}, killed after {self.grace_s:g} s of grace"
+            child.deadline = None
+            child.send(signal.SIGKILL)
+        elif child.reason is None and self.timeout_s is not None and now - child.start > self.timeout_s:
+            self._end(child, signal.SIGTERM, f"timeout after {self.timeout_s:g} s")
+        return False
+
+    def _end(self, child: Child, signum: int, reason: str) -> None:
+        child.reason, child.deadline = child.reason or reason, time.monotonic() + self.grace_s
+        child.send(signum)
+
+    def _stop(self, signum: int, _: FrameType | None) -> None:
+        again = self.stopped is not None
+        self.stopped = self.stopped or signum
+        for child in self.children:
+            self._end(child, signal.SIGKILL if again else signum, "interrupted")
+
+
+class Signals(AbstractContextManager[None]):
+    """SIGINT and SIGTERM go to `handler` inside; the old handlers come back after."""
+
+    def __init__(self, handler: Any):
+        self.handler = handler
+
+    def __enter__(self) -> None:
+        self.before = {s: signal.signal(s, self.handler) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self.before.items():
+            signal.signal(signum, handler)
+
+
+def verdict(child: Child) -> str | None:
+    """Why a job that is over did not come to an end; None when it did."""
+    code = child.process.returncode
+    if code in COMPLETED:
+        return None
+    if child.reason is not None:
+        return child.reason
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
+    return f"exit code {code}"
+
+
+def failed(reason: str) -> JobReturn:
+    """A JobReturn that says why."""
+    ret = JobReturn(status=JobStatus.FAILED)
+    ret.return_value = RuntimeError(reason)
+    return ret
+
+
+def script() -> str:
+    """The path of the script that was started: train.py."""
+    return os.path.abspath(str(sys.modules["__main__"].__file__))
+
+
+def die_with_parent() -> None:
+    """In the child: SIGTERM when the sweep itself is killed, so that no job trains on unseen (Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

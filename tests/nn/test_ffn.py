@@ -1,0 +1,238 @@
+import itertools
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ffnlab.config import compose
+from ffnlab.nn.norm import RMSNorm
+from ffnlab.nn.threshold import FixedThreshold, LearnedThreshold
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+NAMES = sorted(p.stem for p in (CONFIGS / "ffn").glob("*.yaml"))
+ACTS = sorted(p.stem for p in (CONFIGS / "act").glob("*.yaml"))
+ALL = frozenset({"gate", "up", "down"})
+
+
+def linear(m, x):
+    """x W^T + b, with the weights as matrices."""
+    return torch.einsum("...i,oi->...o", x, m.weight) + (0 if m.bias is None else m.bias)
+
+
+def gated(ffn, x, act):
+    return linear(ffn.down, act(linear(ffn.gate, x)) * linear(ffn.up, x))
+
+
+# Written out by hand, with the activation that the variant brings; a variant without a line here fails.
+FORMULAS = {
+    "mlp": ("relu2", lambda ffn, x: linear(ffn.down, linear(ffn.up, x).clamp(min=0) ** 2)),
+    "glu": ("sigmoid", lambda ffn, x: gated(ffn, x, lambda a: 1 / (1 + torch.exp(-a)))),
+    "bilinear": ("identity", lambda ffn, x: gated(ffn, x, lambda a: a)),
+    "reglu": ("relu", lambda ffn, x: gated(ffn, x, lambda a: a.clamp(min=0))),
+    "geglu": ("gelu", lambda ffn, x: gated(ffn, x, lambda a: a / 2 * (1 + torch.erf(a / 2**0.5)))),
+    "swiglu": ("silu", lambda ffn, x: gated(ffn, x, lambda a: a / (1 + torch.exp(-a)))),
+}
+
+
+@pytest.mark.parametrize("bias", [frozenset(), ALL, frozenset({"up"})], ids=["plain", "all", "up"])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_its_formula(name, bias, make_ffn):
+    assert name in FORMULAS, f"write the formula of ffn={name} into FORMULAS"
+    act, formula = FORMULAS[name]
+    ffn = make_ffn(name, act, bias=bias).double()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    torch.testing.assert_close(ffn(x), formula(ffn, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "act"), list(itertools.product(NAMES, ACTS)))
+def test_shape_and_a_gradient_for_every_parameter(name, act, make_ffn):
+    ffn = make_ffn(name, act, bias=ALL, wrap=LearnedThreshold(init=0.1, active_frac=None, scope="layer"))
+    x = torch.randn(2, 50, 16, requires_grad=True)
+    y = ffn(x)
+    assert y.shape == x.shape
+    y.square().sum().backward()
+    silent = [n for n, p in ffn.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not silent
+    assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "act"), list(itertools.product(NAMES, ACTS)))
+def test_stress_input_stays_finite(name, act, dtype, make_ffn):
+    ffn = make_ffn(name, act).to(dtype)  # E83
+    x = (torch.randn(1000, 16) * 10).to(dtype).requires_grad_()
+    y = ffn(x)
+    y.sum().backward()
+    assert y.dtype == dtype
+    assert y.isfinite().all()
+    assert x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in ffn.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives_by_finite_differences(name, make_ffn):
+    act, _ = FORMULAS[name]
+    ffn = make_ffn(name, act, d_model=4, d_ff=6, bias=ALL).double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    names = list(dict(ffn.named_parameters()))
+
+    def f(x, *parameters):
+        return torch.func.functional_call(ffn, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(f, (x, *ffn.parameters()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dict_round_trips(name, make_ffn):
+    wrap = LearnedThreshold(init=0.3, active_frac=None, scope="neuron")
+    old, new = make_ffn(name, bias=ALL, wrap=wrap), make_ffn(name, bias=ALL, wrap=wrap)
+    for p in old.parameters():
+        torch.nn.init.normal_(p)
+    new.load_state_dict(old.state_dict())
+    x = torch.randn(4, 16)
+    assert torch.equal(old(x), new(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_up_act_down_are_the_contract(name, make_ffn):
+    """Probes, kernels and optimizer groups find pre-activations, neurons and matrices by these names."""
+    ffn = make_ffn(name, "relu2", bias=frozenset({"down"}))
+    children = dict(ffn.named_children())
+    assert {"up", "act", "down"} <= children.keys()
+    assert [n for n, p in ffn.named_parameters() if p.dim() == 1] == ["down.bias"]
+    seen = {}
+    ffn.act.register_forward_hook(lambda module, args, out: seen.update(pre=args[0], post=out))
+    x = torch.randn(2, 3, 16)
+    y = ffn(x)
+    pre = (ffn.gate if "gate" in children else ffn.up)(x)
+    assert torch.equal(seen["pre"], pre)
+    assert seen["post"].shape == (2, 3, ffn.d_ff)
+    assert torch.equal(y, ffn.down(ffn.hidden(x)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_falls_on_the_neurons_and_only_in_training(name, make_ffn):
+    ffn, bare = make_ffn(name, dropout=0.5), make_ffn(name)
+    x = torch.randn(20, 16)
+    assert torch.equal(ffn.eval()(x), bare(x))
+    seen = []
+    ffn.down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    ffn.train()(x)
+    kept = seen[0] != 0
+    torch.testing.assert_close(seen[0][kept], 2 * bare.hidden(x)[kept])
+    possible = bare.hidden(x) != 0
+    assert (seen[0] != 0).sum() / possible.sum() == pytest.approx(0.5, abs=0.12)
+
+
+def test_relu2_is_reglu_with_tied_gate(make_ffn):
+    mlp, reglu = make_ffn("mlp", "relu2", bias=ALL), make_ffn("reglu", "relu", bias=ALL)  # E43
+    reglu.up.load_state_dict(mlp.up.state_dict())
+    reglu.gate.load_state_dict(mlp.up.state_dict())
+    reglu.down.load_state_dict(mlp.down.state_dict())
+    x = torch.randn(100, 16)
+    torch.testing.assert_close(mlp(x), reglu(x))
+
+
+def test_threshold_is_a_shared_hidden_bias(make_ffn):
+    c = 0.37  # E44: one bias -c on the d_ff hidden units
+    with_c = make_ffn("mlp", "relu2", wrap=FixedThreshold(init=c, active_frac=None, scope="layer"))
+    with_bias = make_ffn("mlp", "relu2", bias=frozenset({"up"}))
+    with_bias.load_state_dict({**with_c.state_dict(), "up.bias": torch.full((24,), -c)}, strict=False)
+    x = torch.randn(100, 16)
+    torch.testing.assert_close(with_c(x), with_bias(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scale_of_the_input_is_lost_in_a_parameter_free_norm(name, make_ffn):
+    norm, ffn = RMSNorm(16, gain=False, eps=0.0), make_ffn(name)  # E45
+    x = torch.randn(50, 16)
+    for a in (1e-3, 0.5, 7.0, 1e4):
+        torch.testing.assert_close(ffn(norm(a * x)), ffn(norm(x)))
+
+
+def test_half_of_the_neurons_are_active_at_the_start(make_ffn):
+    ffn, norm = make_ffn("mlp", "relu2", d_model=128, d_ff=512), RMSNorm(128, gain=False, eps=1e-6)  # E46
+    active = ffn.hidden(norm(torch.randn(4096, 128))) > 0
+    assert active.float().mean().item() == pytest.approx(0.5, abs=0.005)
+    by_neuron = active.float().mean(0)  # 4096 draws: sd 0.0078
+    assert (by_neuron - 0.5).abs().max() < 5 * 0.0078
+
+
+@pytest.mark.parametrize("act", ["relu", "relu2"])
+def test_a_neuron_that_is_never_active_gets_no_gradient(act, make_ffn):
+    ffn = make_ffn("mlp", act, bias=ALL)  # E47
+    with torch.no_grad():
+        ffn.up.bias[:6] = -100
+        ffn.up.bias[6:] = 1
+    x = torch.randn(200, 16)
+    ffn(x).square().sum().backward()
+    dead = (ffn.hidden(x) > 0).sum(0) == 0
+    assert dead.tolist() == [True] * 6 + [False] * 18
+    assert (ffn.up.weight.grad[dead] == 0).all()
+    assert (ffn.up.bias.grad[dead] == 0).all()
+    assert (ffn.down.weight.grad[:, dead] == 0).all()
+    assert (ffn.up.weight.grad[~dead] != 0).any(dim=1).all()
+
+
+def test_identity_collapses_to_one_linear_map(make_ffn):
+    ffn = make_ffn("mlp", "identity").double()  # E66
+    x = torch.randn(10, 16, dtype=torch.float64)
+    torch.testing.assert_close(ffn(x), F.linear(x, ffn.down.weight @ ffn.up.weight))
+
+
+BRINGS = {"glu": "Sigmoid", "bilinear": "Identity", "reglu": "ReLU", "geglu": "GELU", "swiglu": "SiLU"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "act"),
+    [([f"ffn={ffn}"], act) for ffn, act in BRINGS.items()]
+    + [
+        ([], "ReLU2"),
+        (["ffn=swiglu", "act=relu2"], "ReLU2"),
+        (["act=relu2", "ffn=swiglu"], "ReLU2"),
+        (["arch=nanogpt"], "GELU"),
+        (["arch=nanogpt", "ffn=swiglu"], "SiLU"),
+        (["arch=nanogpt", "ffn=swiglu", "act=leaky_relu"], "LeakyReLU"),
+        (["arch=nanogpt", "act=relu2"], "ReLU2"),
+        (["arch=original"], "ReLU"),
+        (["arch=llama", "ffn=geglu"], "GELU"),
+        (["arch=speedrun", "ffn=mlp"], "ReLU2"),
+    ],
+)
+def test_which_activation_a_command_line_gives(overrides, act):
+    cfg, _ = compose(overrides)
+    assert cfg["act"]["_target_"].rpartition(".")[2] == act
+
+
+@pytest.mark.slow
+def test_compiles_without_a_graph_break():
+    """In a process of its own, because the shape checks that tests switch on cannot be traced."""
+    code = """
+        import torch
+        from torch import nn
+        from ffnlab.nn.act.relu import ReLU2
+        from ffnlab.nn.ffn.mlp import MLP
+        from ffnlab.nn.norm import RMSNorm
+        from ffnlab.nn.threshold import LearnedThreshold
+
+        wrap = LearnedThreshold(init=0.1, active_frac=None, scope="layer")
+        ffn = MLP(
+            d_model=16, d_ff=64, make_act=lambda F: wrap(ReLU2(d_ff=F), F), bias=frozenset(), dropout=0.0
+        )
+        model = nn.Sequential(RMSNorm(16, gain=True, eps=1e-6), ffn)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for enabled in (False, True):
+            x, results = torch.randn(4, 16), []
+            for f in (model, compiled):
+                model.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                    y = f(x)
+                y.float().square().sum().backward()
+                results.append([y, *(p.grad for p in model.parameters())])
+            torch.testing.assert_close(*results, rtol=1e-2 if enabled else 1e-5, atol=1e-4)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -1,0 +1,184 @@
+"""Every probe against its formula written out on a whole forward pass."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ffnlab.errors import UserError
+from ffnlab.nn.act.gelu import GELU
+from ffnlab.nn.ffn.swiglu import SwiGLU
+from ffnlab.nn.threshold import FixedThreshold, LearnedThreshold, calibrate
+from ffnlab.probe.activity import Activity
+from ffnlab.probe.gates import Gates
+from ffnlab.probe.preact import Preact
+from ffnlab.probe.threshold import Threshold
+
+LAYERS = ["L00", "L01", "L02", "L03"]
+
+
+def activity() -> dict[str, Activity]:
+    return {"activity": Activity(every=1, eps=0.01, bins=10)}
+
+
+def pre(model, tokens: Tensor, layer: int) -> Tensor:
+    """up (or gate) of what the layer's residual hands to its FFN, (B, T, F)."""
+    seen = []
+    ffn = model.blocks[layer]["ffn"]
+    hook = ffn.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        model.eval()(tokens)
+        hook.remove()
+        return (ffn.gate if hasattr(ffn, "gate") else ffn.up)(seen[0])
+
+
+def test_active_fraction_on_the_probe_batch(gpt, observer, batch):
+    model = gpt()
+    seen = observer(model, activity()).observe(0)
+    for layer, label in enumerate(LAYERS):
+        expected = (pre(model, batch[0], layer)[batch[1]] > 0).double().mean(0)
+        array, dims = seen.arrays[f"{label}/activity/active_frac"]
+        assert dims == ("neuron",)
+        assert array.shape == (40,)
+        assert array.dtype == np.float32
+        np.testing.assert_allclose(array, expected)
+        assert seen.scalars[f"probe/activity/{label}/active_frac"] == pytest.approx(expected.mean().item())
+    assert len(seen.scalars) == len(seen.arrays) == 4  # no second measure where zeros are exact
+
+
+def test_half_of_the_neurons_are_active_at_the_start(gpt, observer, scan):
+    """E46: a neuron without bias splits the sphere in halves."""
+    seen = observer(gpt(), activity(), scan=scan.repeat(4, 1)).scan(0)
+    means = [seen.arrays[f"{label}/activity_scan/active_frac"][0].mean() for label in LAYERS]
+    assert np.mean(means) == pytest.approx(0.5, abs=0.05)
+
+
+def test_dead_and_always_on_neurons_of_the_scan(gpt, observer, scan):
+    model = gpt(bias=frozenset({"up"}))
+    with torch.no_grad():
+        model.blocks[2]["ffn"].up.bias[:3] = -100.0
+        model.blocks[2]["ffn"].up.bias[3:8] = 100.0
+    seen = observer(model, activity()).scan(0)
+    active = (pre(model, scan, 2) > 0).flatten(0, 1).double().mean(0).numpy()
+    np.testing.assert_allclose(seen.arrays["L02/activity_scan/active_frac"][0], active, rtol=1e-6)
+    assert seen.scalars["probe/activity/L02/dead_frac"] == (active == 0).mean() >= 3 / 40
+    assert seen.scalars["probe/activity/L02/always_on_frac"] == (active == 1).mean() >= 5 / 40
+    counts, edges = seen.histograms["probe/activity/L02/active_frac_hist"]
+    np.testing.assert_allclose(edges, np.linspace(0, 1, 11))
+    assert counts.sum() == 40
+    assert counts[0] == (active < 0.1).sum()
+    assert counts[-1] == (active >= 0.9).sum()
+
+
+def test_smooth_activations_have_a_second_measure(gpt, observer, batch):
+    """GELU: positive outputs are those of positive inputs; |post| > eps says how many are far from zero."""
+    model = gpt(act=lambda n: GELU(d_ff=n))
+    seen = observer(model, activity()).observe(0)
+    for layer, label in enumerate(LAYERS):
+        x = pre(model, batch[0], layer)[batch[1]]
+        post = torch.nn.functional.gelu(x)
+        expected = {"active_frac": x > 0, "above_eps_frac": post.abs() > 0.01}
+        for name, where in expected.items():
+            value = seen.scalars[f"probe/activity/{label}/{name}"]
+            assert value == pytest.approx(where.double().mean().item())
+
+
+def test_gated_ffn_counts_its_gate(gpt, observer, batch):
+    model = gpt(ffn=SwiGLU)
+    seen = observer(model, {**activity(), "preact": Preact(every=1)}).observe(0)
+    gate = pre(model, batch[0], 1)[batch[1]]
+    assert seen.scalars["probe/activity/L01/active_frac"] == pytest.approx((gate > 0).double().mean().item())
+    assert seen.scalars["probe/preact/L01/mean"] == pytest.approx(gate.mean().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("threshold", [None, FixedThreshold(init=0.7, active_frac=None, scope="layer")])
+def test_preactivation_moments_before_c(gpt, observer, batch, threshold):
+    model = gpt(threshold=threshold)
+    seen = observer(model, {"preact": Preact(every=1)}).observe(0)
+    for layer, label in enumerate(LAYERS):
+        x = pre(model, batch[0], layer)[batch[1]].double()
+        scalars = [seen.scalars[f"probe/preact/{label}/{name}"] for name in ("mean", "sd")]
+        assert scalars == pytest.approx([x.mean().item(), x.std(correction=0).item()], rel=1e-4, abs=1e-6)
+        np.testing.assert_allclose(seen.arrays[f"{label}/preact/mean"][0], x.mean(0), rtol=1e-4, atol=1e-6)
+        sd = x.std(0, correction=0)
+        np.testing.assert_allclose(seen.arrays[f"{label}/preact/sd"][0], sd, rtol=1e-4, atol=1e-6)
+
+
+def test_a_threshold_lowers_activity_not_preactivations(gpt, observer, batch):
+    model = gpt(threshold=FixedThreshold(init=0.3, active_frac=None, scope="layer"))
+    seen = observer(model, activity()).observe(0)
+    expected = (pre(model, batch[0], 0)[batch[1]] > 0.3).double().mean().item()
+    assert seen.scalars["probe/activity/L00/active_frac"] == pytest.approx(expected)
+
+
+def test_calibrated_threshold_gives_its_active_fraction(gpt, observer, scan):
+    """E27: the share that was asked for, on the tokens that it was set on."""
+    model = gpt(threshold=LearnedThreshold(init=0.0, active_frac=0.3, scope="layer"))
+    calibrate(model, scan)
+    seen = observer(model, activity()).scan(0)
+    for label in LAYERS:
+        assert seen.arrays[f"{label}/activity_scan/active_frac"][0].mean() == pytest.approx(0.3, abs=0.01)
+
+
+@pytest.mark.parametrize("maker", [FixedThreshold, LearnedThreshold])
+@pytest.mark.parametrize("scope", ["layer", "model", "neuron"])
+def test_threshold_by_layer(gpt, observer, maker, scope):
+    model = gpt(threshold=maker(init=0.25, active_frac=None, scope=scope))
+    with torch.no_grad():
+        model.blocks[1]["ffn"].act.threshold.fill_(0.5)
+    seen = observer(model, {"threshold": Threshold(every=1)}).observe(0)
+    others = 0.5 if scope == "model" and maker is LearnedThreshold else 0.25
+    assert [seen.scalars[f"probe/threshold/{label}/c"] for label in LAYERS] == [others, 0.5, others, others]
+    assert (len(seen.scalars), len(seen.arrays)) == ((16, 4) if scope == "neuron" else (4, 0))
+
+
+def test_threshold_per_neuron(gpt, observer):
+    model = gpt(threshold=LearnedThreshold(init=0.0, active_frac=None, scope="neuron"))
+    c = torch.arange(40) / 40
+    with torch.no_grad():
+        model.blocks[3]["ffn"].act.threshold.copy_(c)
+    seen = observer(model, {"threshold": Threshold(every=1)}).observe(0)
+    np.testing.assert_array_equal(seen.arrays["L03/threshold/c"][0], c)
+    names = [f"probe/threshold/L03/{name}" for name in ("c", "c_sd", "c_min", "c_max")]
+    expected = [c.mean().item(), c.std(correction=0).item(), 0.0, 39 / 40]
+    assert [seen.scalars[name] for name in names] == pytest.approx(expected)
+
+
+def test_no_threshold_reports_nothing(gpt, observer):
+    assert not observer(gpt(), {"threshold": Threshold(every=1)}).observe(0).scalars
+
+
+def test_gates_and_lambdas(gpt, observer):
+    model = gpt(scale="learned")
+    with torch.no_grad():
+        model.parts["skip"].gate_01_02.fill_(2.0)
+        model.parts["x0_lambdas"].lambdas[3] = torch.tensor([0.9, -0.1])
+        model.blocks[2]["residual"]["ffn"].scale.fill_(0.8)
+    seen = observer(model, {"gates": Gates(every=1)}).observe(0)
+    expected = {f"probe/lambdas/{label}/x": 1.0 for label in LAYERS}
+    expected |= {f"probe/lambdas/{label}/x0": 0.0 for label in LAYERS}
+    expected |= {f"probe/gates/{label}/residual_{role}": 1.0 for label in LAYERS for role in ("attn", "ffn")}
+    expected |= {
+        "probe/gates/skip_01_02/value": 1 / (1 + np.exp(-2.0)),
+        "probe/gates/backout/value": 0.25,
+        "probe/gates/smear/value": 0.0,
+        "probe/lambdas/L03/x": 0.9,
+        "probe/lambdas/L03/x0": -0.1,
+        "probe/gates/L02/residual_ffn": 0.8,
+    }
+    assert seen.scalars == pytest.approx(expected)
+    assert not seen.arrays
+
+
+def test_vector_gates_keep_every_channel(gpt, observer):
+    seen = observer(gpt(gate="vector"), {"gates": Gates(every=1)}).observe(0)
+    array, dims = seen.arrays["gates/skip_01_02/value"]
+    assert dims == ("channel",)
+    np.testing.assert_allclose(array, np.full(16, 1 / (1 + np.exp(1.5))), rtol=1e-6)
+    assert seen.scalars["probe/gates/skip_01_02/value"] == pytest.approx(array.mean())
+
+
+@pytest.mark.parametrize("changes", [{"every": 0}, {"eps": -1.0}, {"bins": 0}])
+def test_bad_options(changes):
+    with pytest.raises(UserError, match=r"probe\.activity\."):
+        Activity(**{"every": 1, "eps": 0.01, "bins": 10, **changes})

@@ -1,0 +1,69 @@
+"""A stand-in for a W&B server on 127.0.0.1, enough for an online run; prints its port, then serves for a minute."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+_USER = {"id": "u1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
+_VERSION = {"cliVersionInfo": {"max_cli_version": "9.9.9"}, "latestLocalVersionInfo": None, "features": []}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers /graphql by the words in the query, everything else with an empty success."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format, *args):
+        """Quiet."""
+
+    def do_GET(self):
+        self._answer({})
+
+    def do_PUT(self):
+        self._body()
+        self._answer({})
+
+    def do_POST(self):
+        body = self._body()
+        if not self.path.endswith("graphql"):
+            return self._answer({"exitcode": None, "limits": {}})
+        request = json.loads(body)
+        query, data = request.get("query", ""), {}
+        if "viewer" in query:
+            data["viewer"] = _USER
+        if "serverInfo" in query:
+            data["serverInfo"] = _VERSION
+        if "upsertBucket" in query:
+            project = {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "me"}}
+            bucket = {"id": "b1", "name": request["variables"].get("name") or "r", "displayName": "r", "config": "{}"}
+            bucket |= {"description": None, "sweepName": None, "historyLineCount": 0, "project": project}
+            data["upsertBucket"] = {"bucket": bucket, "inserted": True}
+        if "model(" in query or "bucket(" in query:
+            data |= {"model": None, "project": None}
+        return self._answer({"data": data})
+
+    def _body(self) -> bytes:
+        if self.headers.get("Content-Length"):
+            return self.rfile.read(int(self.headers["Content-Length"]))
+        parts = []  # chunked
+        while size := int(self.rfile.readline().strip() or b"0", 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _answer(self, data: dict) -> None:
+        body = json.dumps(data).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+if __name__ == "__main__":
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Timer(60, server.shutdown).start()
+    print(server.server_address[1], flush=True)
+    server.serve_forever()

@@ -1,16 +1,14 @@
-"""Train one Transformer, or sweep over many: `python train.py ffn=swiglu act=relu2`; `python train.py --help`.
+"""Train one Transformer, or sweep over many: `python train.py ffn=swiglu act=relu2`; --help tells more.
 
-The one entry of Hydra. Exit codes: 0 done, or done before; 1 wrong input; 2 usage; 3 diverged; 130 and 143 signals.
+The one entry of Hydra. Exit codes: 0 done, or done before; 1 wrong input, or a job of a sweep failed;
+2 usage; 3 diverged; 130 and 143 signals.
 """
 
 import argparse
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -19,8 +17,7 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach main(), which says all 
 try:
     import hydra
     from hydra._internal.utils import get_args_parser
-    from hydra.core.config_search_path import SearchPathQuery
-    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.config_loader import ConfigLoader
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.types import Quote, QuotedString
     from hydra.errors import HydraException
@@ -28,9 +25,12 @@ try:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-    from ffnlab.errors import UserError, nearest, report
+    from ffnlab import explain
+    from ffnlab.errors import UserError, internal, nearest, report
 except ModuleNotFoundError as missing:
-    sys.exit(f"train.py: no module {missing.name!r}. Run `make setup` once, then .venv/bin/python train.py ...")
+    sys.exit(
+        f"train.py: no module {missing.name!r}. Run `make setup` once, then .venv/bin/python train.py ..."
+    )
 
 
 class Passed(BaseException):
@@ -48,13 +48,14 @@ def job(cfg: DictConfig) -> float:
     except Exception as error:
         if hydra_cfg.mode == RunMode.RUN:
             raise Passed(error) from error
-        if isinstance(error, train.Diverged):  # a launcher that runs jobs in this process: a result, not a failure
+        # Only a launcher that runs jobs in this process comes here; to it a diverged run is a result.
+        if isinstance(error, train.Diverged):
             return float("inf")
         raise
 
 
 def main() -> int:
-    """Look at the command line, hand it to Hydra, and turn whatever comes out into a message and an exit code."""
+    """Hand the command line to Hydra, and turn whatever comes out into a message and an exit code."""
     try:
         attempt(*parse(sys.argv[1:]))
         sys.stdout.flush()
@@ -67,9 +68,9 @@ def main() -> int:
 
 
 def attempt(args: argparse.Namespace, flags: list[str]) -> None:
-    """Do what the command line says; raises UserError with all that is wrong with it, or what the run raised."""
+    """Do what the command line says; raises UserError with all that is wrong, or what the run raised."""
+    sweep = not shows(args) and sweeps(args)
     try:
-        sweep = not shows(args) and sweeps(args)
         sys.argv = [sys.argv[0], *flags, *(as_sweep(args.overrides) if sweep else args.overrides)]
         job()
         return
@@ -77,21 +78,23 @@ def attempt(args: argparse.Namespace, flags: list[str]) -> None:
         error = passed.args[0]
     except (HydraException, OmegaConfBaseException, OSError, ValueError) as raised:
         error = raised
-    if isinstance(error, HydraException | OmegaConfBaseException | OSError | ValueError) and not isinstance(error, BrokenPipeError):
-        problems = explained(args)
-        if problems:
-            raise UserError(*problems) from error
+    of_input = isinstance(error, HydraException | OmegaConfBaseException | OSError | ValueError)
+    if of_input and not isinstance(error, BrokenPipeError) and (problems := explained(args, sweep)):
+        raise UserError(*problems) from error
     raise error
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Hydra's own parser, but flags and overrides may be mixed, and what it refuses is explained; exits 2 on wrong usage."""
+    """Hydra's own parser, but flags and overrides may be mixed; on wrong usage exits 2, saying all of it."""
     parser = get_args_parser()
     args, strange = parser.parse_known_intermixed_args(argv)
     known = [option for action in parser._actions for option in action.option_strings]
-    problems = [f"unknown option {word}.{nearest(word, known)} Overrides have no dashes: ffn=swiglu" for word in strange]
+    problems = [
+        f"unknown option {word}.{nearest(word, known)} Overrides have no dashes: ffn=swiglu"
+        for word in strange
+    ]
     if args.experimental_rerun is not None:
-        problems.append("--experimental-rerun runs code from a pickle; start the run's own command with out=RUN instead")
+        problems.append("--experimental-rerun runs code from a pickle; repeat the run's own command instead")
     if sum([args.run, args.multirun, bool(args.cfg), args.info is not None, args.shell_completion]) > 1:
         problems.append("only one of --run, --multirun, --cfg, --info and --shell-completion at a time")
     if args.resolve and not (args.cfg or args.help):
@@ -110,45 +113,52 @@ def shows(args: argparse.Namespace) -> bool:
     return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
 
 
-def own(overrides: list[str]) -> list[str]:
-    """The overrides that are about the sweep itself: Hydra's settings, and the experiment that may hold them."""
-    return [o for o in overrides if o.lstrip("+~").startswith(("hydra.", "hydra/", "experiment="))]
+def own(overrides: list[str], *more: str) -> list[str]:
+    """The overrides of Hydra's settings and, as it may hold some, `more`: the experiment."""
+    return [o for o in overrides if o.lstrip("+~").startswith(("hydra.", "hydra/", *more))]
 
 
 def sweeps(args: argparse.Namespace) -> bool:
     """Whether this command line is a sweep of ours: by -m, or by the experiment that it chooses."""
-    if not (args.multirun or own(args.overrides)):
+    about = own(args.overrides, "experiment=")
+    if not (args.multirun or about):
         return False
-    with config_loader(args) as loader:
-        try:
-            cfg = loader.load_configuration(config_name(args), own(args.overrides), RunMode.MULTIRUN).hydra
-        except (HydraException, OSError, ValueError):
-            return False  # the real composition fails too, and is explained
+    try:
+        cfg = config_loader(args).load_configuration(config_name(args), about, RunMode.MULTIRUN).hydra
+    except (HydraException, OSError, ValueError):
+        return False  # the real composition fails too, and is explained
     if not (args.multirun or cfg.mode == RunMode.MULTIRUN):
         return False
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("a sweep cannot run under torchrun: start it with python, every job is a process of its own")
+        raise UserError(
+            "a sweep cannot run under torchrun: start it with python, each job is its own process"
+        )
     if "FFNLAB_JOB" in os.environ:
         raise UserError("this is a job of a sweep, and cannot start a sweep of its own")
     return cfg.runtime.choices.get("hydra/sweeper") == "arms"
 
 
 def as_sweep(overrides: list[str]) -> list[str]:
-    """Hydra composes the command line of a sweep as if it were one job, which one that only fits some jobs would not
-    survive (-m ffn=mlp,moe ffn.n_experts=4). So Hydra gets what is about the sweep, and the sweeper the whole line."""
-    quoted = ",".join(QuotedString(o, Quote.single).with_quotes() for o in overrides if not o.startswith("hydra"))
-    return [*own(overrides), f"hydra.sweeper.command=[{quoted}]", "hydra.mode=MULTIRUN"]
+    """The command line of a sweep for Hydra: what is about the sweep, and the whole line for the sweeper.
+
+    Hydra would compose it as if it were one job, and refuse `-m ffn=mlp,moe ffn.n_experts=4`, which fits one
+    of two.
+    """
+    settings = own(overrides)
+    quoted = [QuotedString(o, Quote.single).with_quotes() for o in overrides if o not in settings]
+    line = f"hydra.sweeper.command=[{','.join(quoted)}]"
+    return [*own(overrides, "experiment="), line, "hydra.mode=MULTIRUN"]
 
 
-def explained(args: argparse.Namespace) -> list[str]:
-    """All problems of the command line; of a sweep those of its own settings, as the sweeper explains its jobs."""
+def explained(args: argparse.Namespace, sweep: bool) -> list[str]:
+    """All problems of the command line; of a sweep those of its settings, as the sweeper knows its jobs."""
     from ffnlab.config import plain
-    from ffnlab.explain import explain
     from ffnlab.validate import validate
 
-    overrides = own(args.overrides) if args.multirun else args.overrides
-    with config_loader(args) as loader:
-        return explain(overrides, loader, lambda cfg: validate(plain(cfg)), config_name(args))
+    overrides = own(args.overrides, "experiment=") if sweep or args.multirun else args.overrides
+    return explain.explain(
+        overrides, config_loader(args), lambda cfg: validate(plain(cfg)), config_name(args)
+    )
 
 
 def config_name(args: argparse.Namespace) -> str:
@@ -156,21 +166,14 @@ def config_name(args: argparse.Namespace) -> str:
     return (args.config_name or "train").removesuffix(".yaml")
 
 
-@contextmanager
-def config_loader(args: argparse.Namespace) -> Iterator[Any]:
-    """Hydra's loader for this command line, with --config-path and --config-dir."""
-    with hydra.initialize_config_dir(str(HERE / (args.config_path or "configs")), version_base="1.3"):
-        loader: Any = GlobalHydra.instance().config_loader()
-        if args.config_dir:
-            path, before = f"file://{os.path.abspath(args.config_dir)}", SearchPathQuery(provider="schema")
-            loader.get_search_path().prepend("command-line", path, before)
-            loader.repository.initialize_sources(loader.get_search_path())
-        yield loader
+def config_loader(args: argparse.Namespace) -> ConfigLoader:
+    """Hydra's loader for this command line."""
+    return explain.config_loader(HERE / (args.config_path or "configs"), args.config_dir)
 
 
 def say(error: BaseException) -> int:
     """One screen on stderr; the exit code."""
-    code, problems = 1, [f"internal error: {type(error).__name__}: {error} (HYDRA_FULL_ERROR=1 shows where)"]
+    code, problems = 1, [internal(error)]
     if isinstance(error, UserError):
         problems = error.problems
     elif isinstance(error, KeyboardInterrupt):

@@ -14,25 +14,30 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
     line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL) for line in block.splitlines()
 ]
-# What makes a training run of the README small enough for a test; the command itself stays as it is printed.
-SHRINK = """train.steps=2 train.eval_every=2 train.eval_batches=1 train.batch_size=2 model.d_model=32 model.n_heads=2
-model.seq_len=32 tokenizer.vocab_size=300 probe.scan_tokens=256 probe.tokens=16""".split()
+# Makes the README's training runs small enough for a test; added behind each command as it is printed.
+SHRINK = [
+    "train.steps=2",
+    "train.eval_every=2",
+    "train.eval_batches=1",
+    "train.batch_size=2",
+    "model.d_model=32",
+]
+SHRINK += ["model.n_heads=2", "model.seq_len=32", "tokenizer.vocab_size=300", "probe.tokens=16"]
+SHRINK += ["probe.scan_tokens=256"]
 SHOWS = {"--help", "--cfg"}  # prints, and trains nothing
 
 
 def run(command: str, cwd: Path) -> str:
-    """Runs a line of the README from another folder, so that its outputs/ lie there; returns what it printed."""
+    """Runs a line of the README in another folder, so that outputs/ lies there; returns what it printed."""
     words = shlex.split(command)
-    if (
-        words[0] == "make"
-    ):  # here the environment exists already: what counts is the target and what it would run
+    if words[0] == "make":  # the environment exists already: what counts is the target and what it would run
         words = ["make", "--no-print-directory", "-n", "-C", str(ROOT), *words[1:]]
     elif words[:2] == ["python", "train.py"]:
         words = [sys.executable, str(ROOT / "train.py"), *words[2:]]
         words += [] if SHOWS & set(words) else SHRINK
     elif words[0] == "ffnlab":
         words = [str(Path(sys.executable).with_name("ffnlab")), *words[1:]]
-        words += ["--quick"] if words[1:2] == ["bench"] else []
+        words += ["--rounds", "1", *SHRINK] if words[1:2] == ["bench"] else []
     elif words[0] == "source":
         assert words[1] == ".venv/bin/activate"
         return ""

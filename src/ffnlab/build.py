@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ffnlab.config import GROUPS, compose, config_dir, factory, locate, plain, settings
@@ -147,14 +146,14 @@ def ffn_maker(cfg: Config, sizes: ModelSettings) -> Callable[[], FFN]:
     """() -> a new FFN of the solved width, with its own activation and threshold."""
     node = cfg["ffn"]
     bias = matrices(node["bias"], FFN_MATRICES, "ffn.bias")
-    make = partial(ffn_part(cfg), d_model=sizes.d_model, bias=bias, dropout=node["dropout"])
+    make = partial(ffn_part(cfg), d_model=sizes.d_model, bias=bias, dropout=float(node["dropout"]))
     act = act_part(cfg)
     threshold = factory(cfg["threshold"], "threshold", packages=packages(cfg))()
     d_ff = node["d_ff"]
     if d_ff is None:
         bare = partial(make, make_act=lambda width: act(d_ff=width))
         d_ff = solve_width(
-            lambda width: bare(d_ff=width), sizes.d_model, node["expansion"], node["match"], bias
+            lambda width: bare(d_ff=width), sizes.d_model, float(node["expansion"]), node["match"], bias
         )
     else:
         warnings.warn(f"ffn.d_ff={d_ff} is given: ffn.expansion and ffn.match are ignored", stacklevel=2)
@@ -189,29 +188,6 @@ def stream_parts(cfg: Config, sizes: ModelSettings, padded_vocab: int) -> dict[s
         if type(part).before is not StreamPart.before or type(part).after is not StreamPart.after:
             parts[name] = part
     return parts
-
-
-def fit_checks(cfg: Config) -> list[Callable[[], Any]]:
-    """Calls that raise a UserError where sizes do not fit together; nothing is allocated."""
-    sizes = settings(ModelSettings, cfg["model"], "model")
-
-    def on_meta(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        def checked() -> None:
-            with torch.device("meta"):
-                call(*args)
-
-        return checked
-
-    return [
-        lambda: matrices(cfg["ffn"]["bias"], FFN_MATRICES, "ffn.bias"),
-        on_meta(lambda: attention_maker(cfg, sizes)(0)),
-        on_meta(lambda: ffn_maker(cfg, sizes)()),
-        on_meta(stream_parts, cfg, sizes, sizes.pad_vocab_to),
-        lambda: schedule(cfg)(1),
-        lambda: source(cfg),
-        lambda: tokenizer(cfg),
-        lambda: logger(cfg),
-    ]
 
 
 def packages(cfg: Config) -> Sequence[str]:

@@ -46,7 +46,7 @@ def config_dir() -> Path:
     return next(p for p in (here / "configs", here.parents[1] / "configs") if (p / "train.yaml").is_file())
 
 
-def compose(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def compose(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The resolved configuration of `python train.py OVERRIDES` as plain values, and the choice made in each
     group.
     """
@@ -64,6 +64,8 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     """Plain dicts, lists and scalars; interpolations of other keys are resolved, resolvers such as
     ${oc.env:X} are refused.
     """
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise UserError(*(f"{key} is missing: it has no default, give {key}=..." for key in missing))
     raw = OmegaConf.to_yaml(cfg)
     if found := re.search(r"\$\{[^}]*:[^}]*\}", raw):
         raise UserError(
@@ -81,7 +83,8 @@ def locate(target: str, packages: Sequence[str] = ("ffnlab",)) -> type:
     module_name, _, name = target.rpartition(".")
     if module_name.split(".")[0] not in packages:
         raise UserError(
-            f"_target_ {target!r}: expected a class of {' or '.join(packages)}; name other packages with plugins=[...]"
+            f"_target_ {target!r}: expected a class of {' or '.join(packages)}; "
+            "name other packages with plugins=[...]"
         )
     try:
         found = vars(importlib.import_module(module_name)).get(name)
@@ -106,37 +109,62 @@ def factory(
     options = {key: value for key, value in node.items() if key != "_target_"}
     hints = typing.get_type_hints(cls.__init__)
     names = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    check({name: hints.get(name, Any) for name in names if name not in given}, options, path)
-    return functools.partial(cls, **options)
+    return functools.partial(
+        cls, **check({n: hints.get(n, Any) for n in names if n not in given}, options, path)
+    )
 
 
 def settings(cls: type[T], node: Any, path: str) -> T:
     """The dataclass `cls` from a mapping, with names and types checked."""
     if not isinstance(node, Mapping):
         raise UserError(f"{path}={node!r}: expected a mapping")
-    check(typing.get_type_hints(cls), node, path)
-    return cls(**node)
+    return cls(**check(typing.get_type_hints(cls), node, path))
 
 
-def check(hints: Mapping[str, Any], options: Mapping[str, Any], path: str) -> None:
-    """Every option is known and fits its type, and none is missing; a UserError says all that is wrong."""
+def check(hints: Mapping[str, Any], options: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The options, integers made floats where a float is asked.
+
+    Raises a UserError with all that is unknown, missing or of another type.
+    """
     problems = [unknown_key(path, key, hints) for key in options if key not in hints]
-    problems += [f"{path}.{key} is missing" for key in hints if key not in options]
+    problems += [f"{dotted(path, key)} is missing" for key in hints if key not in options]
     problems += [
-        f"{path}.{key}={value!r}: expected {describe(hints[key])}"
+        f"{dotted(path, key)}={value!r}: expected {describe(hints[key])}"
         for key, value in options.items()
         if key in hints and not fits(value, hints[key])
     ]
     if problems:
         raise UserError(*problems)
+    return {key: as_float(value, hints[key]) for key, value in options.items()}
+
+
+def as_float(value: Any, hint: Any) -> Any:
+    """An integer that was given for a float as that float; anything else as it is."""
+    kinds = {hint, *typing.get_args(hint)}
+    if typing.get_origin(hint) is not None and isinstance(value, Mapping | list):
+        inner = (
+            typing.get_args(hint)[-1]
+            if isinstance(value, Mapping)
+            else next(iter(typing.get_args(hint)), Any)
+        )
+        if isinstance(value, Mapping):
+            return {k: as_float(v, inner) for k, v in value.items()}
+        return [as_float(v, inner) for v in value]
+    wanted = float in kinds and int not in kinds and isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if wanted else value
 
 
 def unknown_key(path: str, key: str, known: typing.Iterable[str]) -> str:
     """One line with the nearest name and all names."""
     known = sorted(known)
     near = difflib.get_close_matches(str(key), known, n=1)
-    hint = f" Did you mean {path + '.' if path else ''}{near[0]}?" if near else ""
-    return f"unknown key {path + '.' if path else ''}{key}.{hint} Keys: {', '.join(known)}"
+    hint = f" Did you mean {dotted(path, near[0])}?" if near else ""
+    return f"unknown key {dotted(path, key)}.{hint} Keys: {', '.join(known)}"
+
+
+def dotted(path: str, key: str) -> str:
+    """`path.key`; the key alone at the top."""
+    return f"{path}.{key}" if path else str(key)
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -47,7 +47,8 @@ def choose_precision(wish: str, device: torch.device) -> Literal["fp32", "bf16",
         return "bf16" if has_bf16(device) else "fp32"
     if wish == "bf16" and not has_bf16(device):
         raise UserError(
-            f"train.precision=bf16: this {device.type} has no bf16 arithmetic. Use train.precision=fp32 or auto"
+            f"train.precision=bf16: this {device.type} has no bf16 arithmetic. "
+            "Use train.precision=fp32 or auto"
         )
     assert wish in ("fp32", "bf16", "fp16")
     return wish

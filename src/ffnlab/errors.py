@@ -44,3 +44,9 @@ def report(problems: Sequence[str], program: str) -> str:
     if len(unique) > SCREEN:
         lines.append(f"  ... and {len(unique) - SCREEN} more")
     return "\n".join([f"{program}: {len(unique)} problems", *lines])
+
+
+def internal(error: BaseException) -> str:
+    """One line for an exception that no user can cause."""
+    text = " ".join(str(error).split())
+    return f"internal error: {type(error).__name__}: {text} (HYDRA_FULL_ERROR=1 shows where)"

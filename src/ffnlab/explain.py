@@ -5,14 +5,19 @@ Each override is parsed, each choice looked up, each key tried alone; what is go
 validated.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -21,7 +26,10 @@ from ffnlab.errors import UserError, closest, nearest, unknown
 
 
 def explain(
-    overrides: Sequence[str], loader: ConfigLoader, validate: Callable[[DictConfig], None], config_name: str = "train"
+    overrides: Sequence[str],
+    loader: ConfigLoader,
+    validate: Callable[[DictConfig], None],
+    config_name: str = "train",
 ) -> list[str]:
     """All problems, one line each; an empty list when the command line composes and passes `validate`.
 
@@ -31,32 +39,34 @@ def explain(
     problems, parsed = _parse(overrides, loader)
     try:
         tree = Tree(loader, [_text(o) for o in parsed if o.key_or_group == "hydra.searchpath"], config_name)
-    except (HydraException, OSError, ValueError) as error:  # the folder itself is broken
-        return [*problems, brief(error)]
-    parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
-    good: list[str] = []
-    for judge, members in (
-        (choice_problems, [o for o in parsed if tree.is_choice(o)]),
-        (_key_problems, [o for o in parsed if not tree.is_choice(o)]),
-    ):
-        try:
-            base = tree.compose(good)
-        except (HydraException, OSError, ValueError) as error:  # choices that are right one by one but not together
-            return [*problems, brief(error)]
-        for override in members:
-            wrong = judge(override, tree, base)
-            problems += wrong
-            good += [] if wrong else [_text(override)]
-    try:
-        cfg = tree.compose(good)
+        parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
+        choices = [o for o in parsed if tree.is_choice(o)]
+        wrong = {_text(o): choice_problems(o, tree) for o in choices}
+        base = tree.compose([_text(o) for o in choices if not wrong[_text(o)]])
+        wrong |= {_text(o): _key_problems(o, tree, base) for o in parsed if o not in choices}
+        problems += [line for o in parsed for line in wrong[_text(o)]]
+        cfg = tree.compose([_text(o) for o in parsed if not wrong[_text(o)]])
         with open_dict(cfg):
             del cfg["hydra"]
         validate(cfg)
     except UserError as error:
         problems += error.problems
-    except (HydraException, OSError, ValueError) as error:
+    except (
+        HydraException,
+        OSError,
+        ValueError,
+    ) as error:  # overrides that are right one by one, not together
         problems.append(brief(error))
     return list(dict.fromkeys(problems))
+
+
+def config_loader(folder: Path, extra: str | None = None) -> ConfigLoader:
+    """Hydra's loader for a folder of configs, and for an `extra` one as after --config-dir."""
+    setup_globals()
+    path = create_config_search_path(str(folder))
+    if extra is not None:
+        path.prepend("command-line", f"file://{os.path.abspath(extra)}", SearchPathQuery(provider="schema"))
+    return ConfigLoaderImpl(path)
 
 
 class Tree:
@@ -64,11 +74,15 @@ class Tree:
 
     def __init__(self, loader: ConfigLoader, searchpath: Sequence[str] = (), config_name: str = "train"):
         self.loader, self.searchpath, self.config_name = loader, list(searchpath), config_name
-        self.known = set(self.compose([]).hydra.runtime.choices)  # keys under which a choice is made, `norm@norm_ffn` too
+        self.cache: dict[tuple[str, ...], DictConfig] = {}
+        self.known = set(self.compose([]).hydra.runtime.choices)  # where one chooses, `norm@norm_ffn` too
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config with its `hydra` node, unresolved."""
-        return self.loader.load_configuration(self.config_name, [*self.searchpath, *overrides], run_mode=RunMode.RUN)
+        line = (*self.searchpath, *overrides)
+        if line not in self.cache:
+            self.cache[line] = self.loader.load_configuration(self.config_name, list(line), RunMode.RUN)
+        return deepcopy(self.cache[line])
 
     def options(self, group: str) -> list[str]:
         """The choices of a group; empty when there is no such group."""
@@ -82,7 +96,9 @@ class Tree:
     def is_choice(self, override: Override) -> bool:
         """Whether an override chooses an option of a group, as opposed to setting a key."""
         group, name = override.key_or_group, override.get_key_element().lstrip("+~")
-        return bool(group) and not isinstance(override.value(), dict) and (name in self.known or bool(self.options(group)))
+        if not group or isinstance(override.value(), dict):
+            return False
+        return name in self.known or bool(self.options(group))
 
     def file(self, group: str, option: str) -> DictConfig:
         """What one choice's yaml says; empty where it cannot be read alone."""
@@ -91,7 +107,7 @@ class Tree:
         return loaded.config if loaded and isinstance(loaded.config, DictConfig) else OmegaConf.create({})
 
 
-def choice_problems(override: Override, tree: Tree, _: DictConfig | None = None) -> list[str]:
+def choice_problems(override: Override, tree: Tree) -> list[str]:
     """What is wrong with `GROUP=CHOICE`, whatever else the command line says."""
     text, group, value = _text(override), override.key_or_group, override.value()
     name, known, options = override.get_key_element().lstrip("+~"), tree.known, tree.options(group)
@@ -106,7 +122,9 @@ def choice_problems(override: Override, tree: Tree, _: DictConfig | None = None)
         return [f"{text}: {group} needs a choice.{hint} Options: {', '.join(options)}."]
     names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
     wrong = [f"{text}: {unknown(group, n, options)}" for n in names if n.removesuffix(".yaml") not in options]
-    if not wrong and len(names) > 1 and any("_target_" in tree.file(group, n) for n in names):  # whole parts do not merge
+    if (
+        not wrong and len(names) > 1 and any("_target_" in tree.file(group, n) for n in names)
+    ):  # parts do not merge
         wrong = [f"{text}: {group} takes one choice. To run each of them: -m {name}={','.join(names)}"]
     return wrong
 
@@ -141,9 +159,12 @@ def _unknown_key(key: str, tree: Tree, base: DictConfig) -> str:
     if owners:
         where = ", ".join(f"{head}={option}" for option in owners)
         return f"{head}={base.hydra.runtime.choices.get(head)} has no '{rest}'; it belongs to {where}"
-    names = [p for p in _paths(OmegaConf.to_container(base)) if p.startswith("hydra.") == key.startswith("hydra.")]
+    own = key.startswith("hydra.")
+    names = [p for p in _paths(OmegaConf.to_container(base)) if p.startswith("hydra.") == own]
     stem, _, last = key.rpartition(".")
-    by_last = {p.rpartition(".")[2]: p for p in sorted(names, key=lambda p: (-p.count("."), p))}  # the shallowest wins
+    by_last = {
+        p.rpartition(".")[2]: p for p in sorted(names, key=lambda p: -p.count("."))
+    }  # the shallowest wins
     siblings = {p.rpartition(".")[2]: p for p in names if p.rpartition(".")[0] == stem}
     if not stem:
         siblings |= {group: group for group in tree.groups()}
@@ -170,7 +191,9 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader) -> tuple[list[str], l
             continue
         if override.is_sweep_override():
             key, value = text.split("=", 1)
-            problems.append(f"{text}: several values; add -m to run each of them, or write '{key}=[{value}]' for one list")
+            problems.append(
+                f"{text}: several values; add -m to run each, or write '{key}=[{value}]' for one list"
+            )
         else:
             parsed.append(override)
     return problems, parsed

@@ -17,11 +17,11 @@ from ffnlab.train import Row
 
 
 def facts(
-    session: Session, choices: Mapping[str, str], threads: int, flops: int, rate: float
+    session: Session, choices: Mapping[str, Any], threads: int, flops: int, rate: float
 ) -> dict[str, Any]:
     """What run.json says about a run before its first step."""
     return {
-        "choices": dict(choices),
+        "choices": {group: name for group, name in choices.items() if not group.startswith("hydra/")},
         "seeds": {"seed": session.cfg["seed"], "data": session.cfg["data"]["seed"]},
         "threads": threads,
         "instruction_set": instruction_set(),
@@ -76,9 +76,10 @@ def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
     return [
         f"{info['status']}: {out}",
         f"  {quality} at step {final.get('step', 0)}, {final.get('tokens', 0):,} tokens in {seconds:.0f} s",
-        f"  {info['parameters']:,} parameters, {info['flops_per_token']:,} FLOPs per token forward, {TRAINING}x that in training",
-        f"  {achieved / 1e9:.1f} GFLOP/s at the median step: {achieved / rate:.0%} of the {rate / 1e9:.0f} GFLOP/s that {info['precision']} "
-        f"matrix products reach here on {info['threads']} threads",
+        f"  {info['parameters']:,} parameters, {info['flops_per_token']:,} FLOPs per token forward, "
+        f"{TRAINING} times that in training",
+        f"  {achieved / 1e9:.1f} GFLOP/s at the median step: {achieved / rate:.0%} of what "
+        f"{info['precision']} matrix products reach here ({rate / 1e9:.0f} GFLOP/s on {info['threads']} threads)",
         f"  probes took {probes:.1f} s: {probes / max(seconds, 1e-9):.1%} of the run",
         "next:",
         f'  ffnlab sample {out} --prompt "My fellow Americans,"',

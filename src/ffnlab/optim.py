@@ -1,11 +1,11 @@
-"""Parameter groups by role, the three optimizers, and schedules as pure functions step -> factor.
+"""Parameter groups by role, and the three optimizers.
 
 The learning rate of a parameter at update k is `lr * lr_scale[role] * schedule(k)`.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class Optimizer:
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for name, p in self.named.items():
                 if id(p) in owned and name in state:
-                    optimizer.state[p] = {k: v.to(p.device) for k, v in state[name].items()}
+                    optimizer.state[p] = {k: v.to(p.device, copy=True) for k, v in state[name].items()}
 
 
 class AdamW(Optimizer):
@@ -193,14 +193,14 @@ class BatchedMuon(torch.optim.Muon):
         for p in params:
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         momenta = [self.state[p]["momentum_buffer"] for p in params]
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        updates = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
-        ortho = orthogonalise(
-            torch.stack(list(updates)), group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
+        for m, g in zip(momenta, grads, strict=True):
+            m.lerp_(g, 1 - group["momentum"])
+        pairs = zip(grads, momenta, strict=True)
+        updates = torch.stack([g.lerp(m, group["momentum"]) if group["nesterov"] else m for g, m in pairs])
+        ortho = orthogonalise(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rate = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(params, list(ortho.to(params[0].dtype).unbind()), alpha=-rate)
+        for p, o in zip(params, ortho.to(params[0].dtype), strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(o, alpha=-rate)
 
 
 def orthogonalise(g: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -216,54 +216,3 @@ def orthogonalise(g: Tensor, coefficients: tuple[float, float, float], steps: in
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-class Schedule(Protocol):
-    """Factor on the learning rate of update k (1 <= k <= steps); a pure function, so that a resume needs no
-    state.
-    """
-
-    def __call__(self, step: int) -> float: ...
-
-
-class Constant:
-    """min(1, k / w), w = round(warmup_frac * steps)."""
-
-    def __init__(self, *, steps: int, warmup_frac: float):
-        self.steps = steps
-        self.warmup = round(warmup_frac * steps)
-
-    def warm(self, step: int) -> float:
-        """Linear warm-up: k / w up to update w, then 1."""
-        return min(1.0, step / self.warmup) if self.warmup else 1.0
-
-    def __call__(self, step: int) -> float:
-        return self.warm(step)
-
-
-class Trapezoid(Constant):
-    """Warm-up, 1, then linear to `floor` over the last d = decay_frac * steps updates: floor + (1 - floor)
-    min(1, (steps - k + 1) / d).
-    """
-
-    def __init__(self, *, steps: int, warmup_frac: float, decay_frac: float, floor: float):
-        super().__init__(steps=steps, warmup_frac=warmup_frac)
-        self.decay, self.floor = decay_frac * steps, floor
-
-    def __call__(self, step: int) -> float:
-        left = min(1.0, (self.steps - step + 1) / self.decay) if self.decay else 1.0
-        return self.warm(step) * (self.floor + (1 - self.floor) * left)
-
-
-class Cosine(Constant):
-    """Warm-up over w updates, then floor + (1 - floor) (1 + cos(pi (k - 1 - w) / (steps - w))) / 2."""
-
-    def __init__(self, *, steps: int, warmup_frac: float, floor: float):
-        super().__init__(steps=steps, warmup_frac=warmup_frac)
-        self.floor = floor
-
-    def __call__(self, step: int) -> float:
-        if step <= self.warmup:
-            return self.warm(step)
-        done = (step - 1 - self.warmup) / max(1, self.steps - self.warmup)
-        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2

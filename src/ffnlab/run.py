@@ -37,7 +37,7 @@ SAME_RUN = {
 
 
 def run(
-    cfg: Mapping[str, Any], choices: Mapping[str, str], at_end: Callable[[Path], list[Path]] | None = None
+    cfg: Mapping[str, Any], choices: Mapping[str, Any], at_end: Callable[[Path], list[Path]] | None = None
 ) -> Row:
     """Train what a plain configuration says, in its run directory; returns the final metrics.
 
@@ -65,7 +65,7 @@ def run(
 class Recorded:
     """A session that writes its record into a run directory."""
 
-    def __init__(self, session: Session, rundir: RunDir, choices: Mapping[str, str]):
+    def __init__(self, session: Session, rundir: RunDir, choices: Mapping[str, Any]):
         self.session, self.rundir = session, rundir
         self.metrics = Metrics(rundir.path / "metrics.jsonl")
         self.neurons = NeuronRecord(rundir.path / "neurons.zarr", session.probe.budget_gib)
@@ -123,8 +123,10 @@ class Recorded:
         finally:
             self.end(status, progress, at_end)
         if self.signum is not None:
-            print(f"stopped by {signal.Signals(self.signum).name} after step {progress.step}; the same command with "
-                  f"out={self.rundir.path} goes on from there", file=sys.stderr)  # fmt: skip
+            name, out = signal.Signals(self.signum).name, self.rundir.path
+            print(
+                f"{name} after step {progress.step}; the same command with out={out} goes on", file=sys.stderr
+            )
             raise SystemExit(128 + self.signum)
         return self.last
 

@@ -1,9 +1,12 @@
 """Every problem of a configuration at once, before anything is built or written."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+
+import torch
 
 from ffnlab import build
 from ffnlab.config import GROUPS, check, factory, settings, unknown_key
@@ -19,6 +22,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "ffn": {"expansion": float, "match": str, "d_ff": int | None, "bias": bool | list[str], "dropout": float},
     "data": {"seed": int, "val_frac": float, "test_frac": float},
 }
+SCALARS = {"seed": int, "out": str | None, "study": str | None, "arm": str | None, "plugins": list[str]}
+RESIDUAL = {"attn": str, "ffn": str, "scale": float | str, "ffn_scale": float | str}
 TOP = (
     *GROUPS,
     "seed",
@@ -72,6 +77,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "norm.eps": (0, 1),
     "norm_ffn.eps": (0, 1),
 }
+# `fit` builds these parts, so it waits until each of them is well-formed.
+FIT_NEEDS = tuple(
+    "model attention ffn act threshold skip stream residual norm data tokenizer logger _target_ unknown".split()
+)
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.order": ("attn_ffn", "ffn_attn"),
     "model.init": SCHEMES,
@@ -82,63 +91,56 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def validate(cfg: Mapping[str, Any]) -> None:
-    """Raise one UserError with all that is wrong: unknown keys, types, ranges, parts, sizes that do not fit
-    together.
-    """
+    """Raise one UserError with all that is wrong: unknown keys, types, ranges, parts, sizes that do not fit."""
     problems = [unknown_key("", key, TOP) for key in cfg if key not in TOP]
     problems += [f"{key} is missing" for key in TOP if key not in cfg]
     if not problems:
-        problems += structure(cfg)
-    if not problems:
+        problems = structure(cfg)
         problems += [
-            line for path, bounds in RANGES.items() for line in out_of_range(path, find(cfg, path), bounds)
+            line for path, bounds in RANGES.items() for line in outside(path, find(cfg, path), bounds)
         ]
         problems += [
             f"{path}={find(cfg, path)!r}: expected one of {', '.join(names)}"
             for path, names in CHOICES.items()
             if find(cfg, path) not in names
         ]
-    if not problems:
-        problems += fit(cfg)
+        if not any(line.startswith(FIT_NEEDS) for line in problems):
+            problems += fit(cfg)
     if problems:
-        raise UserError(*problems)
+        raise UserError(*dict.fromkeys(problems))
 
 
 def structure(cfg: Mapping[str, Any]) -> list[str]:
     """Unknown or missing keys, wrong types, things that are not parts."""
-    parts = {
-        "data": lambda: factory(
-            without(cfg["data"], build.SHARED_DATA), "data", packages=build.packages(cfg)
-        ),
-        "ffn": lambda: build.ffn_part(cfg),
-        "act": lambda: build.act_part(cfg),
-        "attention": lambda: build.attention_part(cfg),
-        "schedule": lambda: factory(cfg["schedule"], "schedule", ("steps",), build.packages(cfg)),
-    }
-    plain_parts = {group: () for group in GROUPS if group not in parts}
-    plain_parts["skip"] = ("d_model", "n_layers")
+
+    def part(node: Any, path: str, *given: str) -> Callable[[], Any]:
+        return lambda: factory(node, path, given, build.packages(cfg))
+
+    sizes = ("d_model", "n_layers")
+    alike = ("tokenizer", "optim", "norm", "norm_ffn", "threshold", "logger")
     calls: list[Callable[[], Any]] = [
-        lambda: check({"seed": int, "out": str | None, "study": str | None, "arm": str | None, "plugins": list[str]},
-                      {key: cfg[key] for key in ("seed", "out", "study", "arm", "plugins")}, ""),
+        lambda: check(SCALARS, {key: cfg[key] for key in SCALARS}, ""),
+        lambda: check(RESIDUAL, mapping(cfg, "residual"), "residual"),
         lambda: settings(TrainConfig, cfg["train"], "train"),
         lambda: settings(CheckpointSettings, cfg["checkpoint"], "checkpoint"),
         lambda: settings(ModelSettings, cfg["model"], "model"),
-        lambda: check({"attn": str, "ffn": str, "scale": float | str, "ffn_scale": float | str}, mapping(cfg, "residual"), "residual"),
         lambda: build.probe_settings(cfg),
         lambda: build.probes(cfg),
         *(partial(check_shared, cfg, group, hints) for group, hints in SHARED.items()),
-        *parts.values(),
-        *(partial(factory, cfg[group], group, given, build.packages(cfg)) for group, given in plain_parts.items()),
-        *(partial(factory, node, f"stream.{name}", ("d_model", "n_layers"), build.packages(cfg))
-          for name, node in mapping(cfg, "stream").items()),
-    ]  # fmt: skip
+        *(part(cfg[group], group) for group in alike),
+        part(without(cfg["data"], build.SHARED_DATA), "data"),
+        part(cfg["schedule"], "schedule", "steps"),
+        part(cfg["skip"], "skip", *sizes),
+        *(part(node, f"stream.{name}", *sizes) for name, node in mapping(cfg, "stream").items()),
+        lambda: build.attention_part(cfg),
+        lambda: build.ffn_part(cfg),
+        lambda: build.act_part(cfg),
+    ]
     return [line for call in calls for line in problems_of(call)]
 
 
 def fit(cfg: Mapping[str, Any]) -> list[str]:
-    """What only shows when sizes meet: heads, skips, layers, widths; the model is built without memory for
-    it.
-    """
+    """What only shows when sizes meet: heads, skips, layers, widths; nothing is allocated."""
     model = cfg["model"]
     layers = {
         "model.drop_attn": model["drop_attn"],
@@ -160,7 +162,29 @@ def fit(cfg: Mapping[str, Any]) -> list[str]:
         )
     if betas := cfg["optim"].get("betas"):
         problems += [] if len(betas) == 2 else [f"optim.betas={betas}: expected two numbers"]
-    return problems or [line for call in build.fit_checks(cfg) for line in problems_of(call)]
+    return problems or [line for call in trials(cfg) for line in problems_of(call)]
+
+
+def trials(cfg: Mapping[str, Any]) -> list[Callable[[], Any]]:
+    """Calls that build what depends on several sizes, on the meta device."""
+    sizes = settings(ModelSettings, cfg["model"], "model")
+
+    def on_meta(call: Callable[[], Any]) -> Callable[[], Any]:
+        def tried() -> None:
+            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+                call()
+
+        return tried
+
+    return [
+        lambda: build.matrices(cfg["ffn"]["bias"], build.FFN_MATRICES, "ffn.bias"),
+        on_meta(lambda: build.attention_maker(cfg, sizes)(0)),
+        on_meta(lambda: build.ffn_maker(cfg, sizes)()),
+        on_meta(lambda: build.stream_parts(cfg, sizes, sizes.pad_vocab_to)),
+        lambda: build.source(cfg),
+        lambda: build.tokenizer(cfg),
+        lambda: build.logger(cfg),
+    ]
 
 
 def problems_of(call: Callable[[], Any]) -> list[str]:
@@ -180,13 +204,18 @@ def find(cfg: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-def out_of_range(path: str, value: Any, bounds: tuple[float, float]) -> list[str]:
+def outside(path: str, value: Any, bounds: tuple[float, float]) -> list[str]:
     """One line for a number outside the bounds (both included)."""
     if isinstance(value, Mapping):
-        return [line for key, item in value.items() for line in out_of_range(f"{path}.{key}", item, bounds)]
+        return [line for key, item in value.items() for line in outside(f"{path}.{key}", item, bounds)]
     if isinstance(value, list):
-        return [line for item in value for line in out_of_range(path, item, bounds)]
-    if isinstance(value, bool) or not isinstance(value, int | float) or bounds[0] <= value <= bounds[1]:
+        return [line for item in value for line in outside(path, item, bounds)]
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or bounds[0] <= value <= bounds[1]
+    ):
         return []
     return [f"{path}={value}: expected a number from {bounds[0]:g} to {bounds[1]:g}"]
 

@@ -62,10 +62,7 @@ def test_pure_function_of_seed_and_step():
 
 def test_order_is_what_it_always_was():
     """Pinned: a change here would make every run unrepeatable."""
-    assert starts(dataset(), 1, 4) == PINNED
-
-
-PINNED = [0, 0, 0, 0]
+    assert starts(dataset(), 1, 4) == [363, 659, 651, 467]
 
 
 @pytest.mark.parametrize(

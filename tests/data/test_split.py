@@ -58,7 +58,8 @@ def test_splits_of_the_source_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("val_frac", "test_frac"), [(0, 0), (-0.1, 0), (1.0, 0), (0.5, 0.5), (0.1, -0.1), (float("nan"), 0)]
+    ("val_frac", "test_frac"),
+    [(0.0, 0.0), (-0.1, 0.0), (1.0, 0.0), (0.5, 0.5), (0.1, -0.1), (float("nan"), 0.0)],
 )
 def test_impossible_fractions(val_frac, test_frac):
     with pytest.raises(UserError, match="val_frac"):

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,18 @@ def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     model = {"embed.weight": embed, "blocks.0.ffn.up.weight": torch.randn(128, 32, generator=generator)}
     model |= {"head.weight": embed}
     moments = {"exp_avg": torch.randn(128, 32, generator=generator), "step": torch.tensor(3.0)}
-    return model, {"step": 3, "time_s": 1.5, "name": "adamw", "optim": {"state": {0: moments}}, "rows": [1, None]}
+    return model, {
+        "step": 3,
+        "time_s": 1.5,
+        "name": "adamw",
+        "optim": {"state": {0: moments}},
+        "rows": [1, None],
+    }
 
 
 @pytest.fixture
 def wandb_records() -> Callable[[Path], list[Any]]:
-    """Reads a .wandb file: 32 KiB blocks of records with a 7-byte head (crc, length, type), a torn tail left out."""
+    """Reads a .wandb file: 32 KiB blocks of records, each with a 7-byte head (crc, length, type)."""
     from wandb.proto import wandb_internal_pb2 as proto
 
     def pieces(data: bytes) -> Iterator[bytes]:
@@ -79,10 +86,13 @@ def wandb_records() -> Callable[[Path], list[Any]]:
 
 @pytest.fixture
 def wandb_rows(wandb_records: Callable) -> Callable[[Path], list[dict[str, Any]]]:
-    """The history of the one .wandb file below a folder, as flat rows."""
+    """The history of the one .wandb file in a folder, as flat rows; W&B may still be writing it."""
 
     def read(folder: Path) -> list[dict[str, Any]]:
         (path,) = folder.glob("*.wandb")
+        until = time.monotonic() + 10
+        while not any(record.HasField("exit") for record in wandb_records(path)) and time.monotonic() < until:
+            time.sleep(0.02)
         items = [record.history.item for record in wandb_records(path) if record.HasField("history")]
         return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row} for row in items]
 
@@ -97,7 +107,9 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     def mount(options: str, name: str = "disk") -> Path:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True
+        )
         if made.returncode:
             pytest.skip("needs the right to mount a file system")
         if not options.startswith("remount"):

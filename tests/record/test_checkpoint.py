@@ -33,7 +33,12 @@ def same(a, b) -> bool:
 
 def test_comes_back_to_the_bit(tmp_path: Path, state):
     model, trainer = state
-    model |= {"half": torch.randn(3, 5).bfloat16(), "ids": torch.arange(4), "c": torch.tensor(-0.5), "none": torch.empty(0)}
+    model |= {
+        "half": torch.randn(3, 5).bfloat16(),
+        "ids": torch.arange(4),
+        "c": torch.tensor(-0.5),
+        "none": torch.empty(0),
+    }
     path = save(tmp_path, 500, model, trainer, keep_last=2)
     assert path == tmp_path / "checkpoints" / "step-000500"
     assert newest_complete(tmp_path) == path
@@ -60,7 +65,9 @@ def test_views_and_transposes_keep_their_values(tmp_path: Path):
 
 def test_a_tied_parameter_of_a_module_loads_strictly(tmp_path: Path):
     def tied():
-        module = torch.nn.ModuleDict({"embed": torch.nn.Embedding(7, 3), "head": torch.nn.Linear(3, 7, bias=False)})
+        module = torch.nn.ModuleDict(
+            {"embed": torch.nn.Embedding(7, 3), "head": torch.nn.Linear(3, 7, bias=False)}
+        )
         module["head"].weight = module["embed"].weight
         return module
 
@@ -76,17 +83,28 @@ def test_keep_last_deletes_only_what_this_run_wrote(tmp_path: Path, state):
     save(tmp_path / "other", 1, *state, keep_last=2)
     for step in (100, 200):
         save(tmp_path, step, *state, keep_last=2)
-    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-000001", folder / "step-000001")  # of another run
+    shutil.copytree(
+        tmp_path / "other" / "checkpoints" / "step-000001", folder / "step-000001"
+    )  # of another run
     shutil.copytree(folder / "step-000100", folder / "step-000100-best")
     (folder / "step-000050").mkdir()
     (folder / "step-000050" / "precious.txt").write_text("")
     save_weights(tmp_path, 100, state[0])
     for step in (300, 400, 500):
         save(tmp_path, step, *state, keep_last=2)
-    kept = ["step-000001", "step-000050", "step-000100-best", "step-000400", "step-000500", "weights-000100.safetensors"]
+    kept = [
+        "step-000001",
+        "step-000050",
+        "step-000100-best",
+        "step-000400",
+        "step-000500",
+        "weights-000100.safetensors",
+    ]
     assert names(tmp_path) == kept
     save(tmp_path, 600, *state, keep_last=1)
-    assert [name for name in names(tmp_path) if name in ("step-000400", "step-000500", "step-000600")] == ["step-000600"]
+    assert [name for name in names(tmp_path) if name in ("step-000400", "step-000500", "step-000600")] == [
+        "step-000600"
+    ]
 
 
 def test_keep_last_more_than_there_are(tmp_path: Path, state):
@@ -99,7 +117,12 @@ def test_keep_last_more_than_there_are(tmp_path: Path, state):
 def test_deleting_that_fails_does_not_fail_the_save(tmp_path: Path, state, monkeypatch: pytest.MonkeyPatch):
     save(tmp_path, 1, *state, keep_last=1)
     real = Path.unlink
-    refuse = lambda path, **k: (_ for _ in ()).throw(PermissionError(13, "no")) if path.name == "manifest.json" else real(path, **k)  # noqa: E501, E731
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "manifest.json":
+            raise PermissionError(13, "Permission denied")
+        real(path, missing_ok)
+
     monkeypatch.setattr(Path, "unlink", refuse)
     assert save(tmp_path, 2, *state, keep_last=1).exists()
 
@@ -190,9 +213,10 @@ def test_a_disk_that_fills_at_any_byte(tmp_path: Path, state, monkeypatch: pytes
     size = total_bytes(tmp_path / "measure", state)
     before = save(tmp_path, 1, *state, keep_last=1)
     for at in range(0, size, size // 25):
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=r"step-000002: the disk is full: [\d,]+ bytes"):
-            patch.setattr(files.HashedFile, "write", failing(at, lambda: None))
+        monkeypatch.setattr(files.HashedFile, "write", failing(at, lambda: None))
+        with pytest.raises(UserError, match=r"step-000002: the disk is full: [\d,]+ bytes"):
             save(tmp_path, 2, *state, keep_last=1)
+        monkeypatch.undo()
         assert names(tmp_path) == ["step-000001"]
     assert same(load(before)[0], state[0])
 
@@ -214,7 +238,7 @@ def test_a_kill_at_any_byte(tmp_path: Path, state):
 
 
 def test_a_kill_at_a_random_moment(tmp_path: Path, state):
-    """Saves steps 1, 2, 3, ... without a pause in a child that is killed: always something whole to go on from."""
+    """A child saves steps 1, 2, 3, ... without a pause: killed, it leaves something whole to go on from."""
     for wait in (0.01, 0.03, 0.05, 0.08):
         child = os.fork()
         if child == 0:
@@ -238,7 +262,9 @@ def test_full_disk(disk, state):
     first = save(root, 1, model, trainer, keep_last=1)
     message = r"step-000002: the disk is full: 2,120,000 bytes to write, [12],[\d,]+ bytes free"
     with pytest.raises(UserError, match=message):
-        save(root, 2, {"w": torch.zeros(520_000)}, {"m": torch.zeros(10_000)}, keep_last=1)  # seen before writing
+        save(
+            root, 2, {"w": torch.zeros(520_000)}, {"m": torch.zeros(10_000)}, keep_last=1
+        )  # seen before writing
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "free_bytes", lambda folder: 10**12)  # filled by somebody else on the way
         for weights, moments in ((600_000, 10), (250_000, 350_000)):  # in the model, in the trainer
@@ -254,8 +280,8 @@ def test_full_disk(disk, state):
 def test_nan_weights_do_not_push_out_the_last_good_ones(tmp_path: Path, state):
     model, trainer = state
     save(tmp_path, 1, model, trainer, keep_last=1)
+    model["embed.weight"][0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match=r"NaN in embed.weight, head.weight \(2 tensors\)"):
-        model["embed.weight"][0, 0] = torch.nan
         save(tmp_path, 2, model, trainer, keep_last=1)
     assert names(tmp_path) == ["step-000001"]
 

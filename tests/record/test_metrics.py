@@ -88,8 +88,12 @@ def test_full_disk_ends_with_a_whole_row(disk):
     path = disk("size=16k") / "m"
     metrics = Metrics(path)
     row = {f"key{i}": 0.123456789 for i in range(50)}
-    with pytest.raises(UserError, match=r"the disk is full: [\d,]+ bytes to write"):
+
+    def until_full() -> None:
         for step in range(1000):
             metrics.append({"step": step, **row})
+
+    with pytest.raises(UserError, match=r"the disk is full: [\d,]+ bytes to write"):
+        until_full()
     assert path.read_bytes().endswith(b"}\n")
     assert len(metrics.read()) > 5

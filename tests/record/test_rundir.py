@@ -30,7 +30,13 @@ def test_names_of_the_same_second_differ():
 
 
 def test_differences_name_the_key_and_both_values():
-    new = {"seed": 0, "out": "x", "train": {"steps": 10, "clip": 1}, "optim": {"lr": 0.01, "beta": 0.9}, "stream": ["a"]}
+    new = {
+        "seed": 0,
+        "out": "x",
+        "train": {"steps": 10, "clip": 1},
+        "optim": {"lr": 0.01, "beta": 0.9},
+        "stream": ["a"],
+    }
     assert differences(CONFIG, new, IGNORE) == [
         "optim.beta: absent there, 0.9 here",
         "optim.lr: 0.02 there, 0.01 here",
@@ -66,7 +72,12 @@ def test_new_then_resume_then_done(tmp_path: Path):
 
 
 def test_diverged_is_done_interrupted_and_failed_resume(tmp_path: Path):
-    for status, state in {"diverged": "done", "interrupted": "resume", "failed": "resume", "running": "resume"}.items():
+    for status, state in {
+        "diverged": "done",
+        "interrupted": "resume",
+        "failed": "resume",
+        "running": "resume",
+    }.items():
         run = enter(tmp_path / status)
         run.set_status(status)
         run.close()
@@ -130,7 +141,17 @@ def test_a_foreign_config_is_data(tmp_path: Path, text: str, words: str, monkeyp
 
 
 def test_config_comes_back_as_it_was(tmp_path: Path):
-    config = {"a": 1e-5, "b": 1e300, "c": "yes", "d": "1e-3", "e": None, "f": (1, 2), "g": {}, "h": "ü: #x", "i": 0.1}
+    config = {
+        "a": 1e-5,
+        "b": 1e300,
+        "c": "yes",
+        "d": "1e-3",
+        "e": None,
+        "f": (1, 2),
+        "g": {},
+        "h": "ü: #x",
+        "i": 0.1,
+    }
     enter(tmp_path, config).close()
     assert load_config(tmp_path) == {**config, "f": [1, 2]}
     assert enter(tmp_path, config).state == "resume"

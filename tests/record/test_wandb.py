@@ -1,17 +1,15 @@
 """W&B: modes, what is sent, resumes, and servers that die or never answer."""
 
 import json
+import math
 import socket
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ffnlab.errors import UserError
-from ffnlab.record import wandb as module
 from ffnlab.record.metrics import Metrics
-from ffnlab.record.sinks import Sinks
 from ffnlab.record.wandb import WandbSink, bins, logged_in
 
 HERE = Path(__file__).parent
@@ -81,7 +79,9 @@ def test_an_offline_run_read_back(tmp_path: Path, wandb_records, wandb_rows, mon
     tracker.start({"id": "abcd1234", "name": "my run", "path": tmp_path}, {"optim": {"lr": 0.02}, "seed": 3})
     for step in range(5):
         loss = float("nan") if step == 3 else np.float32(2.0 - step)
-        tracker.log({"step": step, "tokens": 10 * step, "train/loss": loss, "val/loss": 3.0 - step, "gone": None})
+        tracker.log(
+            {"step": step, "tokens": 10 * step, "train/loss": loss, "val/loss": 3.0 - step, "gone": None}
+        )
     tracker.histograms(4, {"probe/active": (np.arange(4), np.array([-np.inf, 0.25, 0.5, 0.75, np.inf]))})
     tracker.image("figures/curve", picture, 4)
     tracker.finish("done", {"val/loss": float("inf"), "n": np.int64(7)})
@@ -91,18 +91,27 @@ def test_an_offline_run_read_back(tmp_path: Path, wandb_records, wandb_rows, mon
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["train/loss"] for row in rows][:3] == [2.0, 1.0, 0.0]
-    assert rows[3]["train/loss"] == "NaN"
+    assert math.isnan(rows[3]["train/loss"])
     assert "gone" not in rows[0]
     assert rows[4]["probe/active/values"] == [0, 1, 2, 3]
     assert rows[4]["probe/active/bins"] == [0, 0.25, 0.5, 0.75, 1]
     (file,) = folder.glob("*.wandb")
     records = wandb_records(file)
     (start,) = [record.run for record in records if record.HasField("run")]
-    assert (start.project, start.run_group, start.display_name, list(start.tags)) == ("p", "g", "my run", ["t"])
+    assert (start.project, start.run_group, start.display_name, list(start.tags)) == (
+        "p",
+        "g",
+        "my run",
+        ["t"],
+    )
     assert start.host == ""
     config = {item.key: json.loads(item.value_json) for item in start.config.update}
     assert (config["optim"], config["seed"]) == ({"lr": 0.02}, 3)
-    axes = {record.metric.glob_name or record.metric.name: record.metric for record in records if record.HasField("metric")}
+    axes = {
+        record.metric.glob_name or record.metric.name: record.metric
+        for record in records
+        if record.HasField("metric")
+    }
     assert axes["*"].step_metric == "step"
     assert axes["val/loss"].summary.min
     summary = {item.key: item.value_json for record in records for item in record.summary.update if item.key}
@@ -110,7 +119,9 @@ def test_an_offline_run_read_back(tmp_path: Path, wandb_records, wandb_rows, mon
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
     files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
     assert not [path for path in files if b"planted-secret" in path.read_bytes()]
-    assert not [path for path in files if path.name in ("wandb-metadata.json", "requirements.txt", "output.log")]
+    assert not [
+        path for path in files if path.name in ("wandb-metadata.json", "requirements.txt", "output.log")
+    ]
 
 
 def test_a_resumed_offline_run_is_whole_in_its_newest_folder(tmp_path: Path, wandb_rows, wandb_records):
@@ -128,11 +139,14 @@ def test_a_resumed_offline_run_is_whole_in_its_newest_folder(tmp_path: Path, wan
     for step in range(6, 10):
         second.log({"step": step, "train/loss": step / 8})
     second.finish("done", {})
-    old, new = sorted((tmp_path / "wandb").glob("offline-run-*-same*"), key=lambda path: path.stat().st_mtime_ns)
+    old, new = sorted(
+        (tmp_path / "wandb").glob("offline-run-*-same*"), key=lambda path: path.stat().st_mtime_ns
+    )
     assert len(wandb_rows(old)) == 8
     rows = wandb_rows(new)
     assert [row["_step"] for row in rows] == list(range(10))
-    assert [row["train/loss"] for row in rows] == [step / 8 if step != 2 else "NaN" for step in range(10)]
+    assert math.isnan(rows.pop(2)["train/loss"])
+    assert [row["train/loss"] for row in rows] == [step / 8 for step in range(10) if step != 2]
     (file,) = old.glob("*.wandb")
     assert [record.exit.exit_code for record in wandb_records(file) if record.HasField("exit")] == [1]
 
@@ -174,7 +188,12 @@ def test_a_server_that_dies_in_the_middle(tmp_path: Path, start, wandb_rows):
     server = start(HERE / "wandb_server.py")
     url = f"http://127.0.0.1:{int(server.stdout.readline())}"
     (tmp_path / "home").mkdir()
-    env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": "", "HOME": str(tmp_path / "home")}
+    env = {
+        "WANDB_BASE_URL": url,
+        "WANDB_API_KEY": KEY,
+        "WANDB_MODE": "online",
+        "HOME": str(tmp_path / "home"),
+    }
     child = start(HERE / "online_run.py", tmp_path, server.pid, **env)
     out, err = child.communicate(timeout=90)
     assert child.returncode == 0, err
@@ -187,21 +206,32 @@ def test_a_server_that_dies_in_the_middle(tmp_path: Path, start, wandb_rows):
     assert [row["step"] for row in wandb_rows(folder)] == list(range(500))  # on the disk, for `wandb sync`
 
 
-def test_a_server_that_never_answers_gives_an_offline_run(tmp_path: Path, nobody: pytest.MonkeyPatch, wandb_rows):
+def test_a_server_that_never_answers_gives_an_offline_run(tmp_path: Path, start, wandb_rows):
+    code = """
+import sys
+from ffnlab.record import wandb
+from ffnlab.record.sinks import Sinks
+wandb._INIT_S = 1.0
+sink = wandb.WandbSink(mode="auto", project="p", entity=None, group=None, tags=[], finish_timeout=1)
+sinks = Sinks([sink])
+sinks.start({"id": "abc", "name": "n", "path": sys.argv[1]}, {})
+sinks.log({"step": 0, "x": 1})
+sinks.finish("done", {})
+print(sink.mode)
+"""
+    (tmp_path / "home").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
-        nobody.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        nobody.setenv("WANDB_API_KEY", KEY)
-        nobody.setenv("WANDB_SILENT", "true")
-        nobody.setattr(module, "_INIT_S", 1.0)
-        tracker = sink("auto")
-        with pytest.warns(UserWarning, match="W&B cannot be reached .*: this run is recorded offline") as caught:
-            sinks = Sinks([tracker])
-            sinks.start({"id": "abc", "name": "n", "path": tmp_path}, {})
-        assert len(caught) == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            sinks.log({"step": 0, "x": 1})
-            sinks.finish("done", {})
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = {
+            "WANDB_BASE_URL": url,
+            "WANDB_API_KEY": KEY,
+            "WANDB_MODE": "online",
+            "HOME": str(tmp_path / "home"),
+        }
+        out, err = start(code, tmp_path, **env).communicate(timeout=60)
+    assert out == "offline\n", err
+    assert err.count("UserWarning") == err.count("W&B cannot be reached") == 1
+    assert "Traceback" not in err
     (folder,) = (tmp_path / "wandb").glob("offline-run-*-abc")
     assert [row["x"] for row in wandb_rows(folder)] == [1]
 

@@ -1,4 +1,4 @@
-"""A stand-in for a W&B server on 127.0.0.1, enough for an online run; prints its port, then serves for a minute."""
+"""A stand-in for a W&B server on 127.0.0.1, enough for an online run: prints its port, serves a minute."""
 
 import json
 import threading
@@ -35,7 +35,12 @@ class Handler(BaseHTTPRequestHandler):
             data["serverInfo"] = _VERSION
         if "upsertBucket" in query:
             project = {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "me"}}
-            bucket = {"id": "b1", "name": request["variables"].get("name") or "r", "displayName": "r", "config": "{}"}
+            bucket = {
+                "id": "b1",
+                "name": request["variables"].get("name") or "r",
+                "displayName": "r",
+                "config": "{}",
+            }
             bucket |= {"description": None, "sweepName": None, "historyLineCount": 0, "project": project}
             data["upsertBucket"] = {"bucket": bucket, "inserted": True}
         if "model(" in query or "bucket(" in query:

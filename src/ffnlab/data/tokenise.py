@@ -15,7 +15,7 @@ from ffnlab.data.cache import MANIFEST, cached, key, writable, write_json
 from ffnlab.data.encoders import Tokenizer, load_tokenizer
 from ffnlab.data.shards import ShardWriter, Tokens, dtype_for, open_shards
 from ffnlab.data.sources.base import TextSource
-from ffnlab.data.split import PIECE, Split, pieces, split_documents
+from ffnlab.data.split import PIECE, Document, Split, pieces, split_documents
 from ffnlab.data.tokenizers import Recipe
 from ffnlab.errors import UserError
 
@@ -64,9 +64,7 @@ def open_text(
         raise UserError(
             f"the tokenizer in {folder} was changed after tokenising. Delete the folder to tokenise again."
         )
-    val = manifest["splits"].get("val", {"bytes": 0, "tokens": 0})
-    per_token = val["bytes"] / val["tokens"] if val["tokens"] else None
-    return Opened(splits, tokenizer.vocab_size, tokenizer, manifest, per_token)
+    return Opened(splits, tokenizer.vocab_size, tokenizer, manifest, manifest["bytes_per_token"].get("val"))
 
 
 def _keep_times(path: Path, manifest: dict) -> None:
@@ -84,7 +82,7 @@ def _tokenise(
     dtype = dtype_for(tokenizer.vocab_size)
     writers: dict[Split, ShardWriter] = {}
     total, done = source.total_bytes(), 0
-    for chunk in _encoded(split_documents(source.documents(), *source.fractions(*fractions)), tokenizer):
+    for chunk in _encoded(split_documents(_documents(source), *source.fractions(*fractions)), tokenizer):
         with writable(folder):
             for part in chunk:
                 writer = writers.setdefault(part.split, ShardWriter(folder, part.split, dtype))
@@ -97,11 +95,6 @@ def _tokenise(
         for writer in writers.values():
             writer.close()
         tokenizer.save(folder / "tokenizer.json")
-    if not done:
-        raise UserError(
-            f"{source.where()} holds no text: it is empty or all whitespace. Give text with data=text "
-            "data.path=..."
-        )
     seconds = time.monotonic() - started
     progress(f"tokenised {source.name}: {done / 1e6:,.1f} MB in {seconds:.1f} s", 1.0)
     names = ("documents", "bytes", "tokens", "shards")
@@ -115,10 +108,23 @@ def _tokenise(
         "eot": tokenizer.eot,
         "dtype": dtype,
         "seconds": round(seconds, 3),
+        "bytes_per_token": {split: writer.bytes / writer.tokens for split, writer in writers.items()},
         "splits": {
             split: {name: getattr(writer, name) for name in names} for split, writer in writers.items()
         },
     }
+
+
+def _documents(source: TextSource) -> Iterator[Document]:
+    empty = True
+    for document in source.documents():
+        yield document
+        empty = False
+    if empty:
+        raise UserError(
+            f"{source.where()} holds no text: it is empty or all whitespace. Give text with data=text "
+            "data.path=..."
+        )
 
 
 def _make_tokenizer(
@@ -128,8 +134,8 @@ def _make_tokenizer(
         return recipe.fit(())
     progress(f"reading {source.name} for the tokenizer", 0.0)
     if recipe.fit_on == "all":
-        return recipe.fit(document.text for document in source.documents())
-    split = split_documents(source.documents(), *source.fractions(*fractions))
+        return recipe.fit(document.text for document in _documents(source))
+    split = split_documents(_documents(source), *source.fractions(*fractions))
     tokenizer = recipe.fit(text for name, text in split if name == "train")
     progress(f"the text of {source.name} gives {tokenizer.vocab_size:,} tokens", 0.0)
     return tokenizer

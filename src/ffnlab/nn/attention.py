@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ffnlab.errors import UserError
+from ffnlab.nn.norm import rms_norm
 from ffnlab.nn.position import POSITIONS, Rope
 
 GATE_INPUTS = 12  # dimensions of the stream that a head's gate reads
@@ -67,7 +68,7 @@ class Causal(nn.Module):
             v = self.value_lambdas[0] * v + self.value_lambdas[1] * ctx.values[self.layer]
         q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in (self.q(x), self.k(x), v))
         if self.qk_norm:
-            q, k = (F.rms_norm(y, (y.shape[-1],), eps=1e-6) for y in (q, k))
+            q, k = rms_norm(q, 1e-6), rms_norm(k, 1e-6)
         q, k = self.rotate(q), self.rotate(k)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
@@ -86,7 +87,8 @@ def check(d_model: int, n_heads: int, position: str) -> None:
         problems.append(f"model.n_heads={n_heads} does not divide model.d_model={d_model}")
     elif position == "rope" and (d_model // n_heads) % 2:
         problems.append(
-            f"attention.position=rope needs an even d_head, got model.d_model / model.n_heads = {d_model // n_heads}"
+            "attention.position=rope needs an even d_head, got model.d_model / model.n_heads = "
+            f"{d_model // n_heads}"
         )
     if position not in POSITIONS:
         problems.append(f"attention.position={position!r}: expected one of {', '.join(POSITIONS)}")

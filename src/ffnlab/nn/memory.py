@@ -4,6 +4,10 @@ Inside `imagined()` tensors have shapes and types but no contents. A model built
 and what autograd keeps for the backward pass is added up; its optimizer is stepped once, and its state added
 up. So a new variant or a new optimizer is counted without being declared. The sum is an upper bound of the
 peak: gradients are complete only when the activations are gone.
+
+The figures are bytes of tensors: what the allocator says to hold after a real forward pass agrees within 5 %
+(tested). A process on a CPU takes more: its libraries, and pieces of freed memory that malloc keeps (resident
+memory grew by 1.1 to 1.8 times the activations in ten runs of nano and micro models).
 """
 
 from collections.abc import Callable

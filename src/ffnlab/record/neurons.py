@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from ffnlab.errors import UserError
 from ffnlab.record.files import disk_error
 
 _GIB = 1024**3
@@ -37,17 +36,10 @@ class NeuronRecord:
         self._latest = -1
         self._over = False
         self._root: Any = None
+        self._open: dict[
+            str, dict[str, Any]
+        ] = {}  # group -> its zarr arrays: opening them is half of a flush
         self.bytes = self._stored_bytes()  # of all values, before compression
-
-    def reserve(self, size: int) -> None:
-        """Say before the run that its record will take `size` bytes. Raises UserError when the budget is
-        smaller.
-        """
-        if size > self.budget:
-            raise UserError(
-                f"the per-neuron record of this run takes {size / _GIB:.3g} GiB and probe.budget_gib is "
-                f"{self.budget / _GIB:.3g}: raise it, or record less often (probe.every, probe.schedule=log)."
-            )
 
     def add(self, step: int, name: str, array: np.ndarray, dims: tuple[str, ...]) -> None:
         """Record `array` of `step`; `dims` names its axes. Steps must not fall within a group.
@@ -90,9 +82,9 @@ class NeuronRecord:
             for key, rows in events.items():
                 events[key] = [row for row in rows if row[0] <= step]
         if self.path.exists():
-            for group in self._groups():
-                keep = int(np.searchsorted(group["step"][:], step, side="right")) if "step" in group else 0
-                for array in group.array_values():
+            for arrays in map(self._arrays, self._groups()):
+                keep = int(np.searchsorted(arrays["step"][:], step, side="right")) if "step" in arrays else 0
+                for array in arrays.values():
                     array.resize((keep, *array.shape[1:]))
         self._waiting = sum(
             a.nbytes for events in self._buffer.values() for rows in events.values() for _, a in rows
@@ -100,22 +92,24 @@ class NeuronRecord:
         self.bytes = self._stored_bytes() + self._waiting
         self._latest = min(self._latest, step)
 
-    def _append(self, name: str, events: dict[str, list[Event]]) -> None:
-        group = self._store().require_group(name)
-        if "step" not in group:
-            group.create_array("step", shape=(0,), chunks=(4096,), dtype="int64", dimension_names=("step",))
-        old = group["step"][:]
-        new = np.array(
-            sorted({step for rows in events.values() for step, _ in rows} - set(old.tolist())), dtype=np.int64
-        )
+    def _append(self, group: str, events: dict[str, list[Event]]) -> None:
+        arrays = self._arrays(group)
+        if "step" not in arrays:
+            arrays["step"] = self._store().create_array(
+                f"{group}/step", shape=(0,), chunks=(4096,), dtype="int64", dimension_names=("step",)
+            )
+        old = arrays["step"][:]
+        found = {step for rows in events.values() for step, _ in rows}
+        new = np.array(sorted(found - set(old.tolist())), dtype=np.int64)
         if new.size and old.size and new[0] < old[-1]:
-            raise ValueError(f"{name}: step {new[0]} comes after step {old[-1]}; truncate before going back")
+            raise ValueError(f"{group}: step {new[0]} comes after step {old[-1]}; truncate before going back")
         for key, rows in events.items():
-            if key not in group:
-                self._create(group, key, self._dims[f"{name}/{key}"], rows[0][1], len(old))
+            if key not in arrays:
+                arrays[key] = self._create(f"{group}/{key}", rows[0][1], len(old))
         steps = np.concatenate([old, new])
-        for key in [key for key in group.array_keys() if key != "step"]:
-            array = group[key]
+        for key, array in arrays.items():
+            if key == "step":
+                continue
             array.resize((len(steps), *array.shape[1:]))
             block = np.full((len(new), *array.shape[1:]), array.fill_value, dtype=array.dtype)
             for step, values in events.get(key, []):
@@ -126,18 +120,18 @@ class NeuronRecord:
                     block[place - len(old)] = values
             if len(new):
                 array[len(old) :] = block
-        group["step"].resize((len(steps),))
-        group["step"][len(old) :] = new
+        arrays["step"].resize((len(steps),))
+        arrays["step"][len(old) :] = new
 
-    def _create(self, group: Any, key: str, dims: tuple[str, ...], sample: np.ndarray, rows: int) -> None:
+    def _create(self, name: str, sample: np.ndarray, rows: int) -> Any:
         events = max(1, min(_CHUNK_EVENTS, _CHUNK_BYTES // max(1, sample.nbytes)))
-        group.create_array(
-            key,
+        return self._store().create_array(
+            name,
             shape=(rows, *sample.shape),
             chunks=(events, *(max(1, size) for size in sample.shape)),
             dtype=sample.dtype,
             fill_value=np.nan if sample.dtype.kind == "f" else -1,
-            dimension_names=("step", *dims),
+            dimension_names=("step", *self._dims[name]),
         )
 
     def _store(self) -> Any:
@@ -147,15 +141,21 @@ class NeuronRecord:
             self._root = zarr.open_group(self.path, mode="a", zarr_format=3)
         return self._root
 
-    def _groups(self) -> list[Any]:
+    def _arrays(self, group: str) -> dict[str, Any]:
+        if group not in self._open:
+            self._open[group] = dict(self._store().require_group(group).arrays())
+        return self._open[group]
+
+    def _groups(self) -> list[str]:
         import zarr
 
-        return [node for _, node in self._store().members(max_depth=None) if isinstance(node, zarr.Group)]
+        return [name for name, node in self._store().members(max_depth=None) if isinstance(node, zarr.Group)]
 
     def _stored_bytes(self) -> int:
         if not self.path.exists():
             return 0
-        return sum(array.nbytes for group in self._groups() for key, array in group.arrays() if key != "step")
+        arrays = [pair for group in self._groups() for pair in self._arrays(group).items()]
+        return sum(array.nbytes for key, array in arrays if key != "step")
 
     def _stop(self, step: int) -> None:
         if not self._over:

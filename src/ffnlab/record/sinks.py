@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from numpy import ndarray
+import numpy as np
 
 
 class Sink:
@@ -28,7 +28,7 @@ class Sink:
     def log(self, row: dict[str, Any]) -> None:
         """One row of metrics.jsonl; `row["step"]` rises. Values may be nan or inf."""
 
-    def histograms(self, step: int, values: dict[str, tuple[ndarray, ndarray]]) -> None:
+    def histograms(self, step: int, values: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
         """Counts (n,) over fixed edges (n + 1,), by name."""
 
     def image(self, name: str, path: Path, step: int) -> None:
@@ -56,7 +56,7 @@ class Sinks(list[Sink]):
         """One row; see Sink.log."""
         self._each("log", row)
 
-    def histograms(self, step: int, values: dict[str, tuple[ndarray, ndarray]]) -> None:
+    def histograms(self, step: int, values: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
         """Histograms by name; see Sink.histograms."""
         self._each("histograms", step, values)
 
@@ -73,6 +73,17 @@ class Sinks(list[Sink]):
     def _each(self, method: str, *arguments: Any) -> None:
         for worker in getattr(self, "_workers", []):
             worker.call(method, worker.sink.call_s, *arguments)
+
+
+def finite_edges(edges: np.ndarray) -> np.ndarray:
+    """Edges of a histogram as trackers take them: an open outer bin becomes as wide as its neighbour."""
+    edges = np.array(edges, dtype=np.float64)
+    if len(edges) > 3:
+        if not np.isfinite(edges[0]):
+            edges[0] = 2 * edges[1] - edges[2]
+        if not np.isfinite(edges[-1]):
+            edges[-1] = 2 * edges[-2] - edges[-3]
+    return np.nan_to_num(edges, posinf=1e30, neginf=-1e30)
 
 
 class _Worker:

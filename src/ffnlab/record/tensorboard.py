@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ffnlab.errors import UserError
-from ffnlab.record.sinks import Sink
+from ffnlab.record.sinks import Sink, finite_edges
 
 
 class TensorBoardSink(Sink):
@@ -39,7 +39,7 @@ class TensorBoardSink(Sink):
     def histograms(self, step: int, values: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
         """Write counts over fixed edges; the moments are those of the bins' centres."""
         for name, (counts, edges) in values.items():
-            counts, edges = np.asarray(counts, np.float64), np.nan_to_num(np.asarray(edges, np.float64))
+            counts, edges = np.asarray(counts, np.float64), finite_edges(edges)
             centres = (edges[:-1] + edges[1:]) / 2
             self._open(step).add_histogram_raw(
                 name,

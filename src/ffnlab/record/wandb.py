@@ -3,6 +3,7 @@
 import configparser
 import netrc
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from ffnlab.errors import UserError, unknown
 from ffnlab.record.metrics import Metrics
-from ffnlab.record.sinks import Sink
+from ffnlab.record.sinks import Sink, finite_edges
 
 _MODES = ("auto", "online", "offline", "disabled")
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -80,8 +81,11 @@ class WandbSink(Sink):
                 why = str(error).splitlines()[0] if str(error) else type(error).__name__
                 warnings.warn(f"W&B cannot be reached ({why}): this run is recorded offline.", stacklevel=2)
                 self.mode = "offline"
+                self._forget()
         if self.mode == "offline":
             self._run = self._init("offline", info, config)
+        else:
+            print(f"W&B: {self._run.url}", file=sys.stderr)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("val/loss", step_metric="step", summary="min")
@@ -118,6 +122,8 @@ class WandbSink(Sink):
             self._run.finish(exit_code=0 if status == "done" else 1)
 
     def _init(self, mode: str, info: dict[str, Any], config: dict[str, Any]) -> Any:
+        # Its own error reports go to the server too, and at exit wait 30 s for one that does not answer.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # half a second: only a run that uses it pays it
 
         settings = wandb.Settings(
@@ -148,6 +154,13 @@ class WandbSink(Sink):
             **self._options,
         )
 
+    def _forget(self) -> None:
+        """Leave W&B's own process, which keeps to itself the id of the run that it could not start."""
+        import wandb
+
+        wandb.teardown()
+        os.environ.pop("WANDB_SERVICE", None)  # that of a parent, which teardown does not end
+
 
 def logged_in() -> bool:
     """Whether W&B would find a key: $WANDB_API_KEY, or a netrc entry for the server that is set."""
@@ -164,19 +177,12 @@ def logged_in() -> bool:
 
 
 def bins(counts: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Counts and edges as W&B takes them: finite edges (an open outer bin becomes as wide as its neighbour),
-    at most 512 bins (neighbours are added up).
-    """
-    counts, edges = np.asarray(counts), np.asarray(edges, dtype=np.float64).copy()
-    if len(edges) > 3:
-        if not np.isfinite(edges[0]):
-            edges[0] = 2 * edges[1] - edges[2]
-        if not np.isfinite(edges[-1]):
-            edges[-1] = 2 * edges[-2] - edges[-3]
+    """Counts and edges as W&B takes them: finite, and at most 512 bins (neighbours are added up)."""
+    counts, edges = np.asarray(counts), finite_edges(edges)
     if len(counts) > _MAX_BINS:
         starts = np.arange(0, len(counts), -(-len(counts) // _MAX_BINS))
         counts, edges = np.add.reduceat(counts, starts), np.append(edges[starts], edges[-1])
-    return counts, np.nan_to_num(edges)
+    return counts, edges
 
 
 def _server_in_settings() -> str | None:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def summarise(cfg: Mapping[str, Any], choices: Mapping[str, str], vocab_size: int) -> dict[str, Any]:
+def summarise(cfg: Mapping[str, Any], choices: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """All figures of the summary as plain values."""
     train = cfg["train"]
     device = choose_device(train["device"])
@@ -76,7 +76,7 @@ def summarise(cfg: Mapping[str, Any], choices: Mapping[str, str], vocab_size: in
 
 
 def ffn_facts(
-    cfg: Mapping[str, Any], choices: Mapping[str, str], model: GPT, ffn: Cost, whole: Cost
+    cfg: Mapping[str, Any], choices: Mapping[str, Any], model: GPT, ffn: Cost, whole: Cost
 ) -> dict[str, Any]:
     """The FFN's name, its widths, the plain MLP that it was matched to, and its shares of the model."""
     node = cfg["ffn"]
@@ -116,8 +116,8 @@ def present(facts: Mapping[str, Any]) -> None:
     print(ffn_line(ffn))
     step = quantity(facts["training_flops_per_token"] * facts["batch"]["tokens"], "FLOP")
     print(f"A step of {facts['batch']['tokens']:,} tokens costs {step}, forward and backward.\n")
-    words = {"optimizer": f"optimizer ({facts['optimizer']})"}
-    lines = [(words.get(kind, kind), mebibytes(size)) for kind, size in memory.items()]
+    names = {**{kind: str(kind) for kind in memory}, "optimizer": f"optimizer ({facts['optimizer']})"}
+    lines = [(names[kind], mebibytes(size)) for kind, size in memory.items()]
     show(
         f"training memory: {facts['batch']['sequences']} x {m['seq_len']} tokens, {facts['precision']}",
         ("kind", "bytes"),

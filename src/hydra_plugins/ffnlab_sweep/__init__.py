@@ -1,1 +1,1 @@
-"""Sweeps: the sweeper `arms` makes lists of overrides, the launcher `process` runs each in a process of its own."""
+"""Sweeps: the sweeper `arms` makes lists of overrides, the launcher `process` runs a process for each."""

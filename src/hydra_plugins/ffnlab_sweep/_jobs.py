@@ -1,4 +1,4 @@
-"""From a command line to jobs: arms x grid, each job a list of overrides, a label and a folder. Nothing is composed here."""
+"""From a command line to jobs: arms x grid, each job a list of overrides. Nothing is composed here."""
 
 import hashlib
 import itertools
@@ -16,7 +16,13 @@ from hydra.errors import HydraException
 
 from ffnlab.errors import UserError, unknown
 
-NOT_THE_RESULT = ("hydra", "out", "logger", "study", "arm")  # keys that change where a run is recorded, never what it gives
+NOT_THE_RESULT = (
+    "hydra",
+    "out",
+    "logger",
+    "study",
+    "arm",
+)  # where a run is recorded, not what comes out of it
 
 
 @dataclass
@@ -37,13 +43,14 @@ def expand(
 ) -> list[Job]:
     """All combinations: for every point of the grid, every arm.
 
-    `params` and `command` span the grid; of the same key the command line's wins over the arm's, and the arm's over that of
-    `params`. `arm=a,b` on the command line keeps those arms only. Later grid keys and arms vary fastest.
+    `params` and `command` span the grid; of one key the command line's values win over the arm's, which win
+    over those of `params`. `arm=a,b` on the command line keeps those arms only. Arms vary fastest, then the
+    later keys.
     """
     fixed = _parse([f"{key}={'null' if value is None else value}" for key, value in params.items()], loader)
     given = _parse(command, loader)
     if "out" in given:
-        raise UserError("out= names one run; a sweep names its runs itself, under outputs/<study>/: use study=NAME")
+        raise UserError("out= names one run; a sweep names its own, under outputs/<study>/: use study=NAME")
     chosen = _arms(arms, given.pop("arm", None))
     grid = {**{key: o for key, o in fixed.items() if key not in given}, **given}
     jobs: dict[tuple[str, ...], Job] = {}
@@ -52,14 +59,16 @@ def expand(
         for name, overrides in chosen.items():
             arm = {k: str(o.input_line) for k, o in _parse(overrides, loader).items() if k not in given}
             merged = tuple({**{k: v for k, v in values.items() if k not in arm}, **arm}.values())
-            swept = {k: v for k, v in values.items() if grid[k].is_sweep_override() and k not in arm and k != "seed"}
+            swept = {
+                k: v for k, v in values.items() if grid[k].is_sweep_override() and k not in {*arm, "seed"}
+            }
             label = "-".join([*([slug(name)] if name else []), *(_word(k, v) for k, v in swept.items())])
             jobs.setdefault((name, *merged), Job(list(merged), slug(label) if label else ""))
     return list(jobs.values())
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """8 hex digits of the resolved config without what only says where it is recorded: the key of a sweep's ledger."""
+    """8 hex digits of the resolved config without NOT_THE_RESULT: the key of a sweep's ledger."""
     kept = {key: value for key, value in config.items() if key not in NOT_THE_RESULT}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
 

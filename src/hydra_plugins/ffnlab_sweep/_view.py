@@ -1,4 +1,4 @@
-"""What a sweep shows: a live line per running job, and the table at the end. Numbers are read from the run directories."""
+"""What a sweep shows: a live line per running job and the table at the end, read from the run directories."""
 
 import json
 import time
@@ -65,8 +65,8 @@ def last_row(out: Path, key: str = "step") -> dict[str, Any]:
 class View:
     """The running sweep: one line when a job starts or ends, and below them, in a terminal, what runs now."""
 
-    def __init__(self, total: int, parallel: int):
-        self.console, self.total, self.parallel = console(), total, parallel
+    def __init__(self, total: int):
+        self.console, self.total = console(), total
         self.live = Live(console=self.console, refresh_per_second=2) if self.console.is_terminal else None
         self.ended_count = self.failed_count = self.started_count = 0
         self.start, self.steps = time.monotonic(), {}
@@ -99,7 +99,8 @@ class View:
             word = status(out) or "done"
             if loss is not None and word == "done":
                 self.best = min(self.best or (loss, out.name), (loss, out.name))
-            self.say(f"[{self.ended_count}/{self.total}] {word:6} {out.name}  val/loss {number(loss)}  {seconds:.0f} s")
+            end = f"val/loss {number(loss)}  {clock(seconds)}"
+            self.say(f"[{self.ended_count}/{self.total}] {word} {out.name}  {end}")
             return
         self.failed_count += 1
         self.say(f"[{self.ended_count}/{self.total}] FAILED {out.name}: {problem}; log: {log}")
@@ -113,9 +114,11 @@ class View:
         lines = [self._line(out, seconds) for out, seconds in running]
         done = f"{self.ended_count}/{self.total} jobs"
         bad = f" · {self.failed_count} failed" if self.failed_count else ""
-        eta = (time.monotonic() - self.start) / self.ended_count * (self.total - self.ended_count) if self.ended_count else None
+        left, each = self.total - self.ended_count, (time.monotonic() - self.start) / max(1, self.ended_count)
+        eta = clock(left * each) if self.ended_count else "-"
         best = f" · best val/loss {self.best[0]:.4f} ({self.best[1]})" if self.best else ""
-        self.live.update(Text("\n".join([*lines, f"{done}{bad} · ETA {clock(eta)}{best}"]), no_wrap=True, overflow="ellipsis"))
+        text = "\n".join([*lines, f"{done}{bad} · ETA {eta}{best}"])
+        self.live.update(Text(text, no_wrap=True, overflow="ellipsis"))
 
     def _line(self, out: Path, seconds: float) -> str:
         row = last_row(out)
@@ -125,7 +128,8 @@ class View:
             except (OSError, KeyError, TypeError, yaml.YAMLError):
                 return f"  {out.name}  starting  {clock(seconds)}"
         loss = row.get("train/loss", row.get("val/loss"))
-        return f"  {out.name}  step {row.get('step', 0)}/{self.steps[out]}  loss {number(loss)}  {clock(seconds)}"
+        step = f"step {row.get('step', 0)}/{self.steps[out]}"
+        return f"  {out.name}  {step}  loss {number(loss)}  {clock(seconds)}"
 
 
 def table(jobs: Sequence[Job], notes: Mapping[Path, str], fresh: set[Path]) -> int:
@@ -142,12 +146,14 @@ def table(jobs: Sequence[Job], notes: Mapping[Path, str], fresh: set[Path]) -> i
         word += "" if job.problems or job.out in fresh else " (before)"
         row = {} if job.problems else last_row(job.out, "val/loss")
         loss, seconds = number(row.get("val/loss")), clock(row.get("time_s"))
-        name = job.label or " ".join(job.overrides)
+        name = " ".join(job.overrides) if job.problems else job.out.name[:-9]  # without the hash
         rows.add_row(*(Text(t) for t in (name, word, loss, seconds, "" if job.problems else str(job.out))))
     screen = console()
     screen.print(rows)
     if failed:
-        screen.print(f"{failed} of {len(jobs)} jobs failed; the same command runs only those again", markup=False)
+        screen.print(
+            f"{failed} of {len(jobs)} jobs failed; the same command runs only those again", markup=False
+        )
     return failed
 
 

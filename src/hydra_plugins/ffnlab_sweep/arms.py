@@ -1,4 +1,4 @@
-"""Sweeper `arms`: named arms x grid, every job composed on its own, finished jobs skipped, one table at the end."""
+"""Sweeper `arms`: named arms x grid, each job composed alone, finished ones skipped, a table at the end."""
 
 import sys
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from ffnlab.errors import UserError, report
 from hydra_plugins.ffnlab_sweep import _jobs, _view
@@ -24,23 +25,24 @@ class ArmsConf:
     """Settings under `hydra.sweeper`."""
 
     _target_: str = "hydra_plugins.ffnlab_sweep.arms.ArmsSweeper"
-    params: dict[str, Any] = field(default_factory=dict)  # grid of an experiment: {seed: "range(0,8)", ffn: "mlp,swiglu"}
-    arms: dict[str, list[str]] = field(default_factory=dict)  # what a grid cannot say: {name: [override, ...]}
-    command: list[str] | None = None  # train.py hands the command line over here; see train.py
+    params: dict[str, Any] = field(default_factory=dict)  # a grid: {seed: "range(0,8)"}
+    arms: dict[str, list[str]] = field(default_factory=dict)  # {name: [override, ...]}
+    command: list[str] | None = None  # the command line, from train.py
 
 
 ConfigStore.instance().store(group="hydra/sweeper", name="arms", node=ArmsConf, provider="ffnlab")
 
 
 class ArmsSweeper(Sweeper):
-    """Expands, composes and names the jobs, launches those that are not done, and ends with a table and an exit code."""
+    """Expands, composes and names the jobs, launches those that are not done, ends with a table."""
 
     def __init__(self, params: dict[str, Any], arms: dict[str, list[str]], command: Sequence[str] | None):
         self.params, self.arms, self.command = params, arms, command
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's hook: called once, before `sweep`."""
-        self.hydra_context, self.config = hydra_context, config
+        self.hydra_context, self.config, self.loader = hydra_context, config, hydra_context.config_loader
+        self.master, self.name = config, str(config.hydra.job.config_name)
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -48,7 +50,7 @@ class ArmsSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep; leaves through SystemExit with 1 if a job failed, 128 + signal if it was stopped."""
         command = list(arguments if self.command is None else self.command)
-        jobs = _jobs.expand(command, self.params, self.arms, self.hydra_context.config_loader)
+        jobs = _jobs.expand(command, self.params, self.arms, self.loader)
         self._refuse_wrong_choices(jobs)
         with _view.busy(f"composing {len(jobs)} jobs"):
             for job in jobs:
@@ -57,11 +59,15 @@ class ArmsSweeper(Sweeper):
             raise UserError(*(problem for job in jobs for problem in job.problems))
         for job in jobs:
             if job.problems:
-                print(report(job.problems, f"skipped {job.label or 'job'} ({' '.join(job.overrides)})"), file=sys.stderr)
-        jobs = list({job.out: job for job in jobs if not job.problems}.values()) + [job for job in jobs if job.problems]
+                print(report(job.problems, f"skipped {' '.join(job.overrides)}"), file=sys.stderr)
+        invalid = [job for job in jobs if job.problems]
+        jobs = [*{job.out: job for job in jobs if not job.problems}.values(), *invalid]
         ready = [job for job in jobs if not job.problems and not _view.finished(job.out)]
         returns = self.launcher.launch([job.overrides for job in ready], 0) if ready else []
-        notes = {job.out: str(ret._return_value) for job, ret in zip(ready, returns, strict=False) if ret.status.name == "FAILED"}
+        outcomes = zip(ready, returns, strict=True)
+        notes = {
+            job.out: str(ret._return_value) for job, ret in outcomes if ret.status != JobStatus.COMPLETED
+        }
         failed = _view.table(jobs, notes, fresh={job.out for job in ready})
         stopped = getattr(self.launcher, "stopped", None)
         if stopped or failed:
@@ -71,8 +77,8 @@ class ArmsSweeper(Sweeper):
         """A choice that does not exist is a slip, not a job that happens not to fit: nothing is started."""
         from ffnlab.explain import Tree, choice_problems
 
-        tree = Tree(self.hydra_context.config_loader, [o for o in self._passed_on() if o.startswith("hydra.searchpath=")])
-        parser = OverridesParser.create(self.hydra_context.config_loader)
+        tree = Tree(self.loader, self._searchpath(), self.name)
+        parser = OverridesParser.create(self.loader)
         texts = dict.fromkeys(text for job in jobs for text in job.overrides)
         parsed = [parser.parse_override(text) for text in texts]
         if problems := [p for o in parsed if tree.is_choice(o) for p in choice_problems(o, tree)]:
@@ -101,15 +107,16 @@ class ArmsSweeper(Sweeper):
         job.overrides += [f"study='{study}'", f"arm='{job.label}'", f"out='{job.out}'"]
 
     def _compose(self, overrides: list[str]) -> DictConfig:
-        return self.hydra_context.config_loader.load_sweep_config(self.config, [*overrides, "hydra.mode=RUN"])
+        return self.loader.load_sweep_config(self.master, [*overrides, "hydra.mode=RUN"])
 
-    def _passed_on(self) -> list[str]:
-        return list(OmegaConf.to_container(self.config.hydra.overrides.hydra))  # type: ignore[arg-type]
+    def _searchpath(self) -> list[str]:
+        return [o for o in self.master.hydra.overrides.hydra if o.startswith("hydra.searchpath=")]
 
     def _explain(self, overrides: list[str]) -> list[str]:
         from ffnlab.config import plain
         from ffnlab.explain import explain
         from ffnlab.validate import validate
 
-        line = [*(o for o in self._passed_on() if o.startswith("hydra.searchpath=")), *overrides]
-        return explain(line, self.hydra_context.config_loader, lambda cfg: validate(plain(cfg)))
+        return explain(
+            [*self._searchpath(), *overrides], self.loader, lambda cfg: validate(plain(cfg)), self.name
+        )

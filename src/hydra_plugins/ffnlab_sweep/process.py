@@ -1,4 +1,4 @@
-"""Launcher `process`: every job is `python train.py ...` in a process of its own, so that no job can hurt another."""
+"""Launcher `process`: every job is `python train.py ...` in its own process, so that none hurts another."""
 
 import ctypes
 import os
@@ -64,9 +64,10 @@ class Child:
 
 
 class ProcessLauncher(Launcher):
-    """Runs jobs side by side; survives failing, exiting, hanging, killed and diverging ones; passes SIGINT and SIGTERM on.
+    """Runs jobs side by side; survives failing, exiting, hanging, killed and diverging ones.
 
-    After a signal no job is started, the running ones may save, and `stopped` holds the signal. A second one kills them.
+    SIGINT and SIGTERM are passed on: no job is started any more, the running ones may save, and `stopped`
+    holds the signal. A second one kills them.
     """
 
     def __init__(self, parallel: int, timeout_s: float | None, grace_s: float):
@@ -84,10 +85,10 @@ class ProcessLauncher(Launcher):
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Run all jobs; one JobReturn each, FAILED with the reason as its value where a job did not come to an end."""
-        returns = [failed("not started") for _ in job_overrides]
+        """Run all jobs; one JobReturn each, FAILED with the reason where a job did not come to an end."""
+        returns = [ended("not started") for _ in job_overrides]
         queue = list(enumerate(job_overrides))
-        with Signals(self._stop), View(len(queue), self.parallel) as view:
+        with Signals(self._stop), View(len(queue)) as view:
             try:
                 while self.children or (queue and self.stopped is None):
                     while queue and len(self.children) < self.parallel and self.stopped is None:
@@ -96,7 +97,7 @@ class ProcessLauncher(Launcher):
                     for child in [c for c in self.children if self._over(c)]:
                         self.children.remove(child)
                         problem = verdict(child)
-                        returns[child.index] = failed(problem) if problem else JobReturn(status=JobStatus.COMPLETED)
+                        returns[child.index] = ended(problem)
                         view.ended(child.out, time.monotonic() - child.start, problem, child.log)
                     view.tick([(c.out, time.monotonic() - c.start) for c in self.children])
                     time.sleep(POLL_S)
@@ -108,9 +109,15 @@ class ProcessLauncher(Launcher):
     def _start(self, index: int, overrides: Sequence[str]) -> Child:
         out = Path(next(o for o in reversed(overrides) if o.startswith("out=")).split("=", 1)[1].strip("'"))
         out.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, script(), *self._hydra_arguments(), *overrides, *self._threads(overrides, out)]
+        command = [
+            sys.executable,
+            script(),
+            *self._hydra_arguments(),
+            *overrides,
+            *self._threads(overrides, out),
+        ]
         with out.with_name(f"{out.name}.log").open("ab") as log:
-            process = subprocess.Popen(  # noqa: S603 - our own script with the overrides that the user typed
+            process = subprocess.Popen(
                 [*command, "hydra.mode=RUN"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -122,12 +129,14 @@ class ProcessLauncher(Launcher):
         return Child(index, out, process)
 
     def _hydra_arguments(self) -> list[str]:
-        folders = [s.path for s in self.config.hydra.runtime.config_sources if s.provider == "command-line"]
+        flags = {"main": "--config-path", "command-line": "--config-dir"}
+        sources = [s for s in self.config.hydra.runtime.config_sources if s.provider in flags]
+        folders = [word for s in sources for word in (flags[s.provider], s.path)]
         kept = [o for o in self.config.hydra.overrides.hydra if not o.lstrip("+~").startswith(SWEEP_ONLY)]
-        return [*(word for path in folders for word in ("--config-dir", path)), *kept]
+        return [*folders, "--config-name", str(self.config.hydra.job.config_name), *kept]
 
     def _threads(self, overrides: Sequence[str], out: Path) -> list[str]:
-        """The job's share of the cores; a run that is resumed keeps its own number, as its results depend on it."""
+        """The job's share of the cores; a resumed run keeps its number, as its results depend on it."""
         if any(o.startswith("train.threads=") for o in overrides):
             return []
         with suppress(OSError, KeyError, TypeError, yaml.YAMLError):
@@ -146,6 +155,8 @@ class ProcessLauncher(Launcher):
             child.send(signal.SIGKILL)
         elif child.reason is None and self.timeout_s is not None and now - child.start > self.timeout_s:
             self._end(child, signal.SIGTERM, f"timeout after {self.timeout_s:g} s")
+        elif child.reason is None and self.stopped is not None:  # the signal came while it was being started
+            self._end(child, self.stopped, "interrupted")
         return False
 
     def _end(self, child: Child, signum: int, reason: str) -> None:
@@ -181,14 +192,18 @@ def verdict(child: Child) -> str | None:
     if child.reason is not None:
         return child.reason
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
+        return f"killed by {signal.Signals(-code).name}" + (
+            " (out of memory?)" if code == -signal.SIGKILL else ""
+        )
     return f"exit code {code}"
 
 
-def failed(reason: str) -> JobReturn:
-    """A JobReturn that says why."""
+def ended(problem: str | None) -> JobReturn:
+    """What Hydra calls a job that is over; of a failed one it says why."""
+    if problem is None:
+        return JobReturn(status=JobStatus.COMPLETED)
     ret = JobReturn(status=JobStatus.FAILED)
-    ret.return_value = RuntimeError(reason)
+    ret.return_value = RuntimeError(problem)
     return ret
 
 

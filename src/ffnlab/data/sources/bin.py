@@ -1,6 +1,4 @@
-"""Token files as they lie on people's disks: nanoGPT's `train.bin`/`val.bin`, shards of
-llm.c/modded-nanogpt.
-"""
+"""Token files as they lie on people's disks: nanoGPT's train.bin and val.bin, shards of llm.c."""
 
 import glob
 import re
@@ -50,9 +48,8 @@ class Bin:
         elif where.is_dir():
             self.files = sorted(where.glob("*.bin"))
         else:
-            self.files = sorted(
-                Path(match) for match in glob.glob(str(where), recursive=True) if Path(match).is_file()
-            )
+            matches = map(Path, glob.glob(str(where), recursive=True))
+            self.files = sorted(path for path in matches if path.suffix == ".bin" and path.is_file())
         if not self.files:
             raise UserError(
                 f"data.path={path}: no token files there ({where.absolute()}). Expected a folder, a file or "
@@ -128,14 +125,10 @@ class Bin:
         groups: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
         for path, array in zip(self.files, arrays, strict=True):
             words = re.split(r"[^a-z]+", path.stem.lower())
-            kind = (
-                "val"
-                if {"val", "valid", "validation"} & set(words)
-                else "test"
-                if "test" in words
-                else "train"
+            held_out = (
+                "val" if {"val", "valid", "validation"} & set(words) else "test" if "test" in words else None
             )
-            groups[kind].append(array)
+            groups[held_out or "train"].append(array)
         train = Tokens(groups["train"])
         total = end = len(train)
         splits = {name: Tokens(groups[name]) for name in ("val", "test") if groups[name]}

@@ -1,0 +1,229 @@
+"""The network's own promises: names, loss, start, stream parts, causality."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ffnlab import build
+from ffnlab.errors import UserError
+from ffnlab.nn.gpt import Context, run_block_checkpointed
+from ffnlab.nn.head import Head
+from ffnlab.nn.position import Rope
+from ffnlab.nn.skip import choose_pairs
+
+TINY = ["model.n_layers=6", "model.d_model=32", "model.n_heads=2", "model.seq_len=24"]
+
+
+def make(*overrides: str, vocab: int = 97):
+    cfg, _ = build.compose([*TINY, *overrides])
+    return build.model(cfg, vocab)
+
+
+def tokens(rows: int = 2, length: int = 24, vocab: int = 97) -> torch.Tensor:
+    return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("arch", ["modern", "speedrun"])
+def test_untrained_loss_is_ln_of_the_true_vocabulary(arch: str):
+    x = tokens()
+    assert make(f"arch={arch}").loss(x, x).item() / x.numel() == pytest.approx(math.log(97), abs=1e-5)
+
+
+def test_record42_counts_its_padding():
+    """R8: the untrained loss of record 42 is ln 50304, the padded vocabulary (here: 97 padded to 128)."""
+    model = make(
+        "arch=record42",
+        "model=nano",
+        "model.n_layers=12",
+        "model.d_model=32",
+        "model.n_heads=2",
+        "model.seq_len=24",
+    )
+    x = tokens()
+    assert model.loss(x, x).item() / x.numel() == pytest.approx(math.log(128), abs=1e-5)
+    assert "attn" not in model.blocks[0]
+    assert "ffn" not in model.blocks[0]
+    assert "attn" not in model.blocks[7]
+
+
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("padded", [97, 128])
+def test_chunked_loss_and_gradients_equal_cross_entropy(softcap: float | None, padded: int):
+    head = Head(16, padded, vocab_size=97, softcap=softcap, mask_padding=True).double()
+    h = torch.randn(20_000, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
+    targets = torch.randint(0, 97, (20_000,), generator=torch.Generator().manual_seed(2))
+    targets[::7] = -100
+    ours, theirs = h.clone().requires_grad_(), h.clone().requires_grad_()
+    loss = head.loss(ours, targets)
+    loss.backward()
+    got, head.weight.grad = head.weight.grad, None
+    z = theirs @ head.weight.T
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    expected = F.cross_entropy(z[:, :97], targets, reduction="sum")
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, head.weight.grad, atol=1e-3, rtol=1e-5)
+    assert torch.isinf(head.logits(h[:2])[:, 97:]).all()
+
+
+def test_variants_start_from_the_same_shared_weights():
+    """DESIGN 7: same seed, other FFN: attention and embedding equal to the bit; another seed: not."""
+    a, b, c = make("ffn=mlp"), make("ffn=swiglu"), make("ffn=mlp", "seed=1")
+    for name in ("embed.weight", "blocks.3.attn.q.weight", "blocks.5.attn.v.weight"):
+        assert torch.equal(a.get_parameter(name), b.get_parameter(name))
+        assert not torch.equal(a.get_parameter(name), c.get_parameter(name))
+
+
+@pytest.mark.parametrize("init", ["uniform", "normal", "he", "xavier", "gpt2"])
+def test_init_spread(init: str):
+    model = make("model.d_model=128", f"model.init={init}", "model.zero_out=false")
+    up, down = model.blocks[2]["ffn"].up.weight, model.blocks[2]["ffn"].down.weight
+    n_out, n_in = up.shape
+    expected = {
+        "uniform": 0.5 / math.sqrt(n_in),
+        "normal": 0.5 / math.sqrt(n_in),
+        "he": math.sqrt(2 / n_in),
+        "xavier": math.sqrt(2 / (n_in + n_out)),
+        "gpt2": 0.02,
+    }[init]
+    assert up.std().item() == pytest.approx(expected, rel=0.02)
+    if init == "gpt2":
+        assert down.std().item() == pytest.approx(0.02 / math.sqrt(12), rel=0.02)
+
+
+@pytest.mark.parametrize("arch", ["modern", "speedrun", "nanogpt", "llama", "original"])
+@pytest.mark.parametrize(
+    "extra", [[], ["stream=[smear,embed_norm,x0_lambdas,backout]", "model.value_embeddings=[[1,4],[2]]"]]
+)
+def test_no_position_sees_a_later_token(arch: str, extra: list[str]):
+    model = make(f"arch={arch}", "model.zero_out=false", *extra).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05)
+        x = tokens(1)
+        y = x.clone()
+        y[0, 15] = (y[0, 15] + 1) % 97
+        a, b = model(x), model(y)
+    torch.testing.assert_close(a[:, :15], b[:, :15], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(a[:, 15:, :97], b[:, 15:, :97])
+
+
+def test_unet_skip_equals_its_formula():
+    model = make("arch=modern", "skip=unet", "model.zero_out=false").eval()
+    x = tokens()
+    gate = torch.sigmoid(torch.tensor(-1.5))
+    stream, saved = model.embed(x), {}
+    for i, block in enumerate(model.blocks):
+        if i in (4, 3):
+            stream = stream + gate * saved[5 - i]
+        stream = saved[i] = block(stream, Context(x))
+    torch.testing.assert_close(model.hidden(x), model.norm(stream))
+    assert set(model.parts["skip"].values()) == {"skip_01_04", "skip_02_03"}
+
+
+def test_pairs_of_twelve_layers_are_those_of_record42():
+    assert choose_pairs(12, None, []) == [(1, 10), (2, 9), (3, 8), (4, 7), (5, 6)]
+    assert choose_pairs(12, None, [10]) == [(2, 9), (3, 8), (4, 7), (5, 6)]
+    with pytest.raises(UserError, match="layer 11 receives no skip"):
+        choose_pairs(12, None, [11])
+    with pytest.raises(UserError, match="at least 4 layers"):
+        choose_pairs(3, None, [])
+    with pytest.raises(UserError, match="expected \\[i, j\\]"):
+        choose_pairs(6, [[2, 9]], [])
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "scalar", "vector"])
+def test_gates_start_at_the_same_value(kind: str):
+    gate = make("skip=unet", f"skip.gate={kind}").parts["skip"].gate(1, 4)
+    torch.testing.assert_close(gate, torch.full_like(gate, 0.18242552))
+
+
+def test_backout_and_lambdas_equal_their_formulas():
+    model = make("stream=[embed_norm,x0_lambdas,backout]", "model.zero_out=false").eval()
+    with torch.no_grad():
+        model.parts["x0_lambdas"].lambdas.copy_(torch.rand(6, 2))
+    x = tokens()
+    lambdas = model.parts["x0_lambdas"].lambdas
+    stream = x0 = F.rms_norm(model.embed(x), (32,), eps=1e-6)
+    saved = None
+    for i, block in enumerate(model.blocks):
+        stream = block(lambdas[i, 0] * stream + lambdas[i, 1] * x0, Context(x))
+        saved = stream if i == 4 else saved
+    torch.testing.assert_close(model.hidden(x), model.norm(stream - 0.5 * saved))
+
+
+def test_rope_depends_on_distance_only_and_half_of_it_can_rest():
+    rope = Rope(d_head=16, seq_len=64, base=10000.0, frac=1.0).double()
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
+    turned = rope(torch.cat([q, k], dim=0).expand(2, 1, 64, 16))
+    scores = turned[0, 0] @ turned[1, 0].T
+    torch.testing.assert_close(scores[3, 1], scores[50, 48], atol=1e-6, rtol=1e-6)
+    half = Rope(d_head=16, seq_len=64, base=1024.0, frac=0.5)
+    x = torch.randn(1, 1, 64, 16)
+    still = [4, 5, 6, 7, 12, 13, 14, 15]
+    assert torch.equal(half(x)[..., still], x[..., still])
+
+
+@pytest.mark.parametrize("scale", ["0.8", "learned"])
+@pytest.mark.parametrize("placement", ["pre", "post", "peri", "out", "none"])
+def test_residual_placements_equal_their_formulas(placement: str, scale: str):
+    model = make(
+        f"residual={placement}", f"residual.scale={scale}", "model.zero_out=false", "norm=layernorm"
+    ).eval()
+    block = model.blocks[0]
+    residual, ffn = block["residual"]["ffn"], block["ffn"]
+    s = 0.8 if scale == "0.8" else 1.0
+    x = torch.randn(2, 24, 32)
+
+    def norm(v):
+        return F.layer_norm(v, (32,), eps=1e-5)
+
+    expected = {
+        "pre": lambda: x + s * ffn(norm(x)),
+        "post": lambda: norm(x + s * ffn(x)),
+        "peri": lambda: x + s * norm(ffn(norm(x))),
+        "out": lambda: x + s * norm(ffn(x)),
+        "none": lambda: x + s * ffn(x),
+    }[placement]()
+    torch.testing.assert_close(residual(x, ffn), expected, atol=1e-5, rtol=1e-5)
+    assert isinstance(model.norm, torch.nn.Identity) == (placement == "post")
+
+
+def test_scale_invariance_of_the_network_without_biases():
+    """E45: under parameter-free RMSNorm a block's branch does not see the length of its input."""
+    block = make("model.zero_out=false").blocks[0]
+    x = torch.randn(2, 24, 32)
+    branch = block["residual"]["ffn"]
+    torch.testing.assert_close(
+        branch(x, block["ffn"]) - x, branch(9 * x, block["ffn"]) - 9 * x, atol=1e-4, rtol=1e-3
+    )
+
+
+def test_activation_checkpointing_changes_nothing():
+    a = make(
+        "arch=record42",
+        "model=nano",
+        "model.n_layers=12",
+        "model.d_model=32",
+        "model.n_heads=2",
+        "model.seq_len=24",
+        "model.zero_out=false",
+    )
+    x = tokens()
+    a.loss(x, x).backward()
+    grads = {name: p.grad.clone() for name, p in a.named_parameters() if p.grad is not None}
+    a.zero_grad()
+    a.run_block = run_block_checkpointed
+    a.loss(x, x).backward()
+    for name, p in a.named_parameters():
+        if name in grads:
+            assert torch.equal(p.grad, grads[name]), name
+
+
+def test_tied_head_shares_the_embedding():
+    model = make("arch=nanogpt")
+    assert model.head.weight is model.embed.weight
+    assert "head.weight" not in dict(model.named_parameters())

@@ -1,0 +1,442 @@
+"""Sweeps: which jobs a command line makes, where they go, and that nothing a job does can end the sweep."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hydra._internal.callbacks import Callbacks
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from ffnlab.errors import UserError
+from ffnlab.explain import config_loader
+from hydra_plugins.ffnlab_sweep import process
+from hydra_plugins.ffnlab_sweep._jobs import digest, expand, slug
+from hydra_plugins.ffnlab_sweep._view import clock, last_row, status
+from hydra_plugins.ffnlab_sweep.arms import ArmsSweeper
+from hydra_plugins.ffnlab_sweep.process import ProcessLauncher
+
+
+def lines(command: Sequence[str], params: dict | None = None, arms: dict | None = None) -> list[str]:
+    return [" ".join(job.overrides) for job in expand(command, params or {}, arms or {})]
+
+
+# ---- expansion
+
+
+def test_a_grid_in_the_order_in_which_it_was_typed():
+    assert lines(["ffn=mlp,swiglu", "seed=0,1", "train.steps=3"]) == [
+        "ffn=mlp seed=0 train.steps=3",
+        "ffn=mlp seed=1 train.steps=3",
+        "ffn=swiglu seed=0 train.steps=3",
+        "ffn=swiglu seed=1 train.steps=3",
+    ]
+
+
+def test_all_of_hydras_discrete_sweeps():
+    assert lines(["seed=range(0,3)"]) == ["seed=0", "seed=1", "seed=2"]
+    assert lines(["optim.lr=choice(0.1,0.2)"]) == ["optim.lr=0.1", "optim.lr=0.2"]
+    assert lines(["x='a,b'"]) == ["x='a,b'"]
+    assert lines(["stream=[a,b],[]"]) == ["stream=[a,b]", "stream=[]"]
+    assert lines(["seed=1"]) == ["seed=1"]
+    assert lines([]) == [""]
+    with pytest.raises(UserError, match="interval"):
+        expand(["optim.lr=interval(0,1)"], {}, {})
+    with pytest.raises(UserError, match="cannot be read"):
+        expand(["ffn=[mlp"], {}, {})
+
+
+def test_glob_knows_the_configs(root: Path):
+    jobs = expand(["ffn=glob(*glu)"], {}, {}, config_loader(root / "configs"))
+    assert [job.label for job in jobs] == ["geglu", "glu", "reglu", "swiglu"]
+    with pytest.raises(UserError, match="no value fits"):
+        expand(["ffn=glob(nonesuch*)"], {}, {}, config_loader(root / "configs"))
+
+
+def test_arms_vary_fastest_and_the_command_line_beats_them_and_they_beat_params():
+    arms = {"none": ["threshold=none"], "fixed": ["threshold=fixed", "threshold.init=0.1"]}
+    params = {"seed": "range(0,2)", "threshold.init": 9, "act": None}
+    assert lines([], {"seed": "0,1"}, arms) == [
+        "seed=0 threshold=none",
+        "seed=0 threshold=fixed threshold.init=0.1",
+        "seed=1 threshold=none",
+        "seed=1 threshold=fixed threshold.init=0.1",
+    ]
+    assert lines(["seed=7"], params, arms) == [
+        "threshold.init=9 act=null seed=7 threshold=none",
+        "act=null seed=7 threshold=fixed threshold.init=0.1",
+    ]
+    assert lines(["threshold.init=0.5"], {}, arms) == [
+        "threshold.init=0.5 threshold=none",
+        "threshold.init=0.5 threshold=fixed",
+    ]
+
+
+def test_some_arms_only():
+    arms = {"a": ["x=1"], "b": ["x=2"], "c": ["x=3"]}
+    assert lines(["arm=c,a"], {}, arms) == ["x=3", "x=1"]
+    assert lines(["arm=b"], {}, arms) == ["x=2"]
+    with pytest.raises(UserError, match="unknown arm 'd'"):
+        expand(["arm=d"], {}, arms)
+    assert [job.label for job in expand(["arm=mine", "seed=0,1"], {}, {})] == ["mine", "mine"]
+
+
+def test_equal_jobs_are_one_and_out_is_refused():
+    assert lines(["seed=0,0"]) == ["seed=0"]
+    with pytest.raises(UserError, match="study=NAME"):
+        expand(["out=x", "seed=0,1"], {}, {})
+
+
+def test_labels_say_what_differs():
+    def labels(*command: str) -> list[str]:
+        return [job.label for job in expand(command, {}, {})]
+
+    assert labels("ffn=mlp,swiglu", "act=gelu", "seed=0,1") == ["mlp", "mlp", "swiglu", "swiglu"]
+    assert labels("ffn=mlp", "optim.lr=0.1,1e-3") == ["lr0.1", "lr1e-3"]
+    assert labels("norm@norm_ffn=none", "model.tie_head=true,false") == ["tie_headtrue", "tie_headfalse"]
+    assert labels("seed=0,1") == ["", ""]
+    assert slug("../../evil; rm -rf /") == "evil-rm-rf"
+    assert slug("/") == "run"
+    assert len(slug("x" * 500)) == 48
+
+
+def test_the_digest_sees_what_changes_a_result_only():
+    cfg = {"seed": 0, "optim": {"lr": 0.1}, "out": "a", "study": None, "arm": "x", "logger": {"mode": "auto"}}
+    same = {**cfg, "out": "b", "study": "s", "arm": "y", "logger": {}, "hydra": {}}
+    assert digest(cfg) == digest(same) == digest(dict(reversed(cfg.items())))
+    assert digest(cfg) != digest({**cfg, "seed": 1})
+    assert len(digest(cfg)) == 8
+
+
+# ---- the sweeper on the real configs, with a launcher that only notes what it is given
+
+
+class Noting:
+    """Stands in for a launcher: every job is done at once, but those whose folder's name has `bad` in it."""
+
+    def __init__(self) -> None:
+        self.jobs: list[list[str]] = []
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        self.jobs += [list(o) for o in job_overrides]
+        for overrides in job_overrides:
+            record(folder(overrides), "done", loss=4.5)
+        return [JobReturn(status=JobStatus.COMPLETED) for _ in job_overrides]
+
+
+def folder(overrides: Sequence[str]) -> Path:
+    return Path(next(o for o in overrides if o.startswith("out="))[4:].strip("'"))
+
+
+def record(out: Path, status: str, loss: float) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "run.json").write_text(json.dumps({"status": status}))
+    (out / "metrics.jsonl").write_text(json.dumps({"step": 3, "val/loss": loss, "time_s": 61.0}) + "\n")
+
+
+def sweep(root: Path, command: Sequence[str], *hydra: str, **settings: dict) -> list[list[str]]:
+    loader = config_loader(root / "configs")
+    config = loader.load_configuration("train", [*hydra, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
+    HydraConfig.instance().set_config(config)
+    sweeper = ArmsSweeper(settings.get("params", {}), settings.get("arms", {}), list(command))
+    launcher = Noting()
+    sweeper.setup(
+        hydra_context=HydraContext(loader, Callbacks()), task_function=lambda cfg: None, config=config
+    )
+    sweeper.launcher = launcher  # type: ignore[assignment]
+    sweeper.sweep([])
+    return launcher.jobs
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_each_job_has_its_folder_and_a_second_sweep_does_only_what_is_left(
+    here: Path, root: Path, capsys: pytest.CaptureFixture[str]
+):
+    jobs = sweep(root, ["ffn=mlp,swiglu", "seed=0,1"])
+    outs = [folder(job) for job in jobs]
+    assert [out.name[:-9] for out in outs] == ["mlp-s0", "mlp-s1", "swiglu-s0", "swiglu-s1"]
+    assert {out.parent for out in outs} == {Path("outputs/sweep")}
+    assert jobs[0][-3:] == ["study='sweep'", "arm='mlp'", f"out='{outs[0]}'"]
+    record(outs[1], "interrupted", 5.0)
+    record(outs[2], "diverged", 5.0)
+    capsys.readouterr()
+    assert [folder(job) for job in sweep(root, ["ffn=mlp,swiglu", "seed=0,1,2"])] == [
+        outs[1],
+        *(o for o in sorted(Path("outputs/sweep").iterdir()) if "-s2-" in o.name),
+    ]
+    table = capsys.readouterr().out
+    assert "6 jobs" in table
+    assert "diverged (before)" in table
+    assert "4.5000" in table
+    assert "1:01" in table
+    assert sorted(here.iterdir()) == [here / "outputs"]  # no multirun.yaml, no folder of Hydra's
+
+
+def test_the_study_names_the_folder_and_where_it_is_recorded_does_not_change_the_job(here: Path, root: Path):
+    (one,), (two,) = sweep(root, ["seed=0"]), sweep(root, ["seed=0", "study=a b/../c", "logger=none"])
+    assert folder(one).parent == Path("outputs/sweep")
+    assert folder(two).parent == Path("outputs/a-b-..-c")
+    assert folder(one).name == folder(two).name
+    assert folder(one).name.startswith("mlp-relu2-s0-")
+
+
+def test_arms_of_an_experiment(here: Path, root: Path):
+    arms = {"none": ["threshold=none"], "neg": ["threshold=learned", "threshold.init=-0.5"]}
+    jobs = sweep(root, ["seed=0,1", "study=c"], arms=arms)
+    assert [folder(job).name[:-9] for job in jobs] == ["none-s0", "neg-s0", "none-s1", "neg-s1"]
+    assert "arm='neg'" in jobs[1]
+
+
+def test_what_only_fits_some_jobs_fails_only_there(
+    here: Path, root: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as stop:
+        sweep(root, ["threshold=none,learned", "threshold.init=0.5"])
+    assert stop.value.code == 1
+    shown = capsys.readouterr()
+    assert "threshold=none has no 'init'" in shown.err
+    assert "invalid" in shown.out
+    assert [p.name[:10] for p in Path("outputs/sweep").iterdir()] == ["learned-s0"]
+
+
+def test_a_choice_that_does_not_exist_starts_nothing(here: Path, root: Path):
+    with pytest.raises(UserError) as error:
+        sweep(root, ["ffn=mlp,swigl,gleu", "seed=0,1"])
+    assert [p.split(":")[0] for p in error.value.problems] == ["ffn=swigl", "ffn=gleu"]
+    with pytest.raises(UserError, match="unknown key 'train.stps'"):
+        sweep(root, ["ffn=mlp,swiglu", "train.stps=3"])
+    assert list(here.iterdir()) == []
+
+
+# ---- the launcher with a script that stands in for train.py and misbehaves
+
+SCRIPT = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+given = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:] if "=" in a)
+out, do = Path(given["out"].strip("'")), given["do"]
+out.mkdir(parents=True, exist_ok=True)
+def end(status, code):
+    (out / "run.json").write_text(json.dumps({"status": status, "argv": sys.argv[1:], "env": os.environ["FFNLAB_JOB"]}))
+    sys.exit(code)
+def save(signum, frame):
+    end("interrupted", 128 + signum)
+print("hello", do, flush=True)
+(out / "started").touch()
+if do == "ok": end("done", 0)
+if do == "diverge": end("diverged", 3)
+if do == "exit": sys.exit(7)
+if do == "raise": raise RuntimeError("boom")
+if do == "kill": os.kill(os.getpid(), signal.SIGKILL)
+if do == "orphan":
+    (out / "orphan").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+    end("done", 0)
+if do == "stubborn": signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if do == "wait":
+    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGINT, save)
+time.sleep(60)
+"""
+
+DRIVER = """
+import sys
+from omegaconf import OmegaConf
+from hydra_plugins.ffnlab_sweep import process
+process.script = lambda: sys.argv[1]
+launcher = process.ProcessLauncher(parallel=int(sys.argv[2]), timeout_s=None, grace_s=5)
+launcher.setup(hydra_context=None, task_function=None, config=OmegaConf.create(
+    {"hydra": {"runtime": {"config_sources": []}, "overrides": {"hydra": []}, "job": {"config_name": "train"}}}))
+returns = launcher.launch([[f"do={d}", f"out='outputs/x/{i}-{d}'"] for i, d in enumerate(sys.argv[3:])], 0)
+print([str(r._return_value) for r in returns])
+sys.exit(128 + launcher.stopped if launcher.stopped else 0)
+"""
+
+
+def hydra_config(*overrides: str) -> DictConfig:
+    main = {"provider": "main", "path": "/configs"}
+    runtime = {"config_sources": [{"provider": "hydra", "path": "x"}, main]}
+    node = {"runtime": runtime, "overrides": {"hydra": list(overrides)}, "job": {"config_name": "train"}}
+    return OmegaConf.create({"hydra": node})
+
+
+def launch(here: Path, monkeypatch: pytest.MonkeyPatch, dos: Sequence[str], *overrides: str, **settings):
+    script = here / "fake.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(process, "script", lambda: str(script))
+    launcher = ProcessLauncher(**{"parallel": 1, "timeout_s": None, "grace_s": 5.0, **settings})
+    launcher.setup(hydra_context=None, task_function=None, config=hydra_config(*overrides))  # type: ignore[arg-type]
+    outs = [Path("outputs/x") / f"{i}-{do}" for i, do in enumerate(dos)]
+    jobs = [[f"do={do}", f"out='{out}'"] for do, out in zip(dos, outs, strict=True)]
+    returns = launcher.launch(jobs, 0)
+    return outs, [str(r._return_value) if r.status == JobStatus.FAILED else "ok" for r in returns]
+
+
+def test_no_job_can_end_the_sweep(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    outs, ended = launch(here, monkeypatch, ["exit", "raise", "kill", "diverge", "ok"], parallel=2)
+    assert ended == ["exit code 7", "exit code 1", "killed by SIGKILL (out of memory?)", "ok", "ok"]
+    assert status(outs[4]) == "done"
+    shown = capsys.readouterr().out
+    assert "FAILED 1-raise: exit code 1" in shown
+    assert "| RuntimeError: boom" in shown
+    assert "[5/5]" in shown
+    assert "RuntimeError: boom" in (here / "outputs/x/1-raise.log").read_text()
+
+
+def test_a_job_that_hangs_is_ended_politely_then_killed(here: Path, monkeypatch: pytest.MonkeyPatch):
+    outs, ended = launch(
+        here, monkeypatch, ["wait", "stubborn", "ok"], parallel=3, timeout_s=1.5, grace_s=1.0
+    )
+    assert ended == ["timeout after 1.5 s", "timeout after 1.5 s, killed after 1 s of grace", "ok"]
+    assert status(outs[0]) == "interrupted"
+
+
+def test_what_a_job_leaves_behind_is_ended(here: Path, monkeypatch: pytest.MonkeyPatch):
+    (out,), _ = launch(here, monkeypatch, ["orphan"])
+    assert gone(int((out / "orphan").read_text()))
+
+
+def test_what_a_job_is_told(here: Path, monkeypatch: pytest.MonkeyPatch):
+    passed = ["hydra.searchpath=[file:///x]", "hydra.launcher.parallel=2", "hydra.mode=MULTIRUN"]
+    (out,), _ = launch(here, monkeypatch, ["ok"], *passed, parallel=2)
+    info = json.loads((out / "run.json").read_text())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = f"train.threads={max(1, cores // 2)}"
+    assert info["argv"] == [
+        *("--config-path", "/configs", "--config-name", "train", "hydra.searchpath=[file:///x]"),
+        *("do=ok", f"out='{out}'", threads, "hydra.mode=RUN"),
+    ]
+    assert info["env"] == "0"
+    (out / "config.yaml").write_text("train: {threads: 7}\n")  # a run that is resumed keeps its thread count
+    launch(here, monkeypatch, ["ok"], parallel=2)
+    assert "train.threads=7" in json.loads((out / "run.json").read_text())["argv"]
+
+
+def test_settings_of_the_launcher_are_checked():
+    with pytest.raises(UserError, match="parallel >= 1"):
+        ProcessLauncher(parallel=0, timeout_s=None, grace_s=1)
+    with pytest.raises(UserError, match="timeout_s > 0"):
+        ProcessLauncher(parallel=1, timeout_s=float("nan"), grace_s=1)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within some seconds."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def drive(here: Path, root: Path, parallel: int, *dos: str) -> subprocess.Popen[str]:
+    """A sweep in a process of its own, as far as its first job's start."""
+    (here / "fake.py").write_text(SCRIPT)
+    (here / "driver.py").write_text(DRIVER)
+    driver = subprocess.Popen(
+        [sys.executable, "driver.py", str(here / "fake.py"), str(parallel), *dos],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    started = [here / f"outputs/x/{i}-{do}/started" for i, do in enumerate(dos[:parallel])]
+    for _ in range(300):
+        if all(path.exists() for path in started):
+            time.sleep(0.5)  # for its signal handlers
+            break
+        time.sleep(0.1)
+    return driver
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_reaches_the_running_jobs_and_ends_the_sweep(here: Path, root: Path, signum: int, code: int):
+    driver = drive(here, root, 2, "wait", "wait", "ok")
+    driver.send_signal(signum)
+    shown, _ = driver.communicate(timeout=30)
+    assert driver.returncode == code
+    assert "['interrupted', 'interrupted', 'not started']" in shown
+    assert status(here / "outputs/x/0-wait") == status(here / "outputs/x/1-wait") == "interrupted"
+    assert not (here / "outputs/x/2-ok").exists()
+
+
+def test_a_second_signal_does_not_wait(here: Path, root: Path):
+    driver = drive(here, root, 1, "stubborn")
+    driver.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    start = time.monotonic()
+    driver.send_signal(signal.SIGTERM)
+    driver.communicate(timeout=30)
+    assert driver.returncode == 143
+    assert time.monotonic() - start < 4  # grace is 5 s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_jobs_end_when_the_sweep_itself_is_killed(here: Path, root: Path):
+    driver = drive(here, root, 1, "wait")
+    driver.kill()
+    driver.wait()
+    for _ in range(100):
+        if status(here / "outputs/x/0-wait") == "interrupted":
+            return
+        time.sleep(0.1)
+    pytest.fail("the job went on")
+
+
+# ---- the view
+
+
+def test_the_end_of_a_record_is_read(tmp_path: Path):
+    assert last_row(tmp_path) == {}
+    text = '{"step": 1, "val/loss": 5.0}\n{"step": 2, "val/loss": null}\n{"step": 3}\n{"step": 4, "va'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert last_row(tmp_path) == {"step": 3}
+    assert last_row(tmp_path, "val/loss") == {"step": 1, "val/loss": 5.0}
+    assert [clock(s) for s in (None, 5, 65, 3725)] == ["-", "0:05", "1:05", "1:02:05"]
+
+
+# ---- the whole of it
+
+
+TINY = [
+    "model.n_layers=2",
+    "model.d_model=16",
+    "model.n_heads=2",
+    "train.steps=2",
+    "data=counting",
+    "logger=none",
+]
+
+
+@pytest.mark.slow
+def test_a_real_sweep(tmp_path: Path, root: Path):
+    command = [sys.executable, str(root / "train.py"), "-m", "ffn=mlp,swiglu", "tokenizer=byte", *TINY]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = sorted(p for p in (tmp_path / "outputs/sweep").iterdir() if p.is_dir())
+    assert [run.name[:-9] for run in runs] == ["mlp-s0", "swiglu-s0"]
+    assert [status(run) for run in runs] == ["done", "done"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["outputs"]
+    (runs[1] / "run.json").unlink()
+    done = subprocess.run([*command, "seed=0"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert "(before)" in done.stdout
+    assert "[1/1]" in done.stdout
+    assert done.returncode in (0, 1)

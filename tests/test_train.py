@@ -1,0 +1,167 @@
+"""The loop on a real model: accumulation, divergence, probes, resume."""
+
+import json
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from ffnlab import build
+from ffnlab.errors import UserError
+from ffnlab.record.checkpoint import load
+from ffnlab.run import Recorded, run
+from ffnlab.train import Diverged, gradients
+
+TINY = [
+    "model.n_layers=4", "model.d_model=16", "model.n_heads=2", "model.seq_len=16", "data=counting",
+    "tokenizer=byte", "train.batch_size=4", "train.eval_batches=2", "train.eval_every=4",
+    "checkpoint.every=3", "checkpoint.keep_last=null", "probe.scan_tokens=64", "probe.tokens=16",
+    "logger=none", "train.precision=fp32", "train.threads=1",
+]  # fmt: skip
+
+
+def start(out: Path, *overrides: str) -> dict:
+    cfg, choices = build.compose([*TINY, *overrides, f"out={out}"])
+    return run(cfg, choices)
+
+
+def rows(out: Path) -> list[dict]:
+    """metrics.jsonl without what a clock says."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k != "time_s" and not k.startswith("perf/")} for line in lines]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Make the run die as by SIGKILL right after the row of `step`, before any later save."""
+    log = Recorded.log
+
+    def dying(self, row):
+        log(self, row)
+        if row["step"] == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recorded, "log", dying)
+
+
+@pytest.mark.parametrize("split", [(8, 1), (2, 4)])
+def test_accumulated_gradient_is_that_of_the_mean_over_all_tokens(split: tuple[int, int]):
+    """T7, with a ragged batch: unequal counts of targets per micro-batch."""
+    cfg, _ = build.compose([*TINY, "model.zero_out=false"])
+    model = build.model(cfg, 97)
+    x = torch.randint(0, 97, (8, 16))
+    y = torch.randint(0, 97, (8, 16))
+    y[5:, 3:] = -100
+    mean = torch.nn.functional.cross_entropy(model(x)[..., :97].flatten(0, 1), y.flatten())
+    mean.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    size, n = split
+    micro = [(x[i * size : (i + 1) * size], y[i * size : (i + 1) * size]) for i in range(n)]
+    got, count = gradients(model.loss, micro, nullcontext, torch.amp.GradScaler("cpu", enabled=False))
+    assert count == int((y >= 0).sum())
+    assert got == pytest.approx(mean.item(), rel=1e-6)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["mid-run", "at an evaluation", "second epoch"])
+@pytest.mark.parametrize("optim", ["muon", "adamw"])
+def test_resume_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, optim: str):
+    overrides = [f"optim={optim}", "skip=unet", "threshold=learned", "model.dropout=0.1", "train.steps=10"]
+    if where == "second epoch":
+        overrides += ["data.n_documents=8"]
+    kill = {"mid-run": 7, "at an evaluation": 8, "second epoch": 9}[where]
+    start(tmp_path / "whole", *overrides)
+    with monkeypatch.context() as patch:
+        stop_after(patch, kill)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "killed", *overrides)
+    assert json.loads((tmp_path / "killed/run.json").read_text())["status"] == "interrupted"
+    start(tmp_path / "killed", *overrides)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
+    (a, trainer_a), (b, trainer_b) = (
+        load(tmp_path / run / "checkpoints/step-000010") for run in ("whole", "killed")
+    )
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    flat_a, flat_b = (
+        {(n, k): v for n, state in t["optimizer"].items() for k, v in state.items()}
+        for t in (trainer_a, trainer_b)
+    )
+    assert flat_a.keys() == flat_b.keys()
+    assert all(torch.equal(flat_a[key], flat_b[key]) for key in flat_a)
+
+
+def test_probes_leave_training_bit_identical(tmp_path: Path):
+    start(tmp_path / "with", "train.steps=5", "probe.every=1", "model.dropout=0.1")
+    start(tmp_path / "without", "train.steps=5", "probe=[]", "model.dropout=0.1")
+    a, b = (load(tmp_path / run / "checkpoints/step-000005")[0] for run in ("with", "without"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    losses = [
+        [row["train/loss"] for row in rows(tmp_path / run) if "train/loss" in row]
+        for run in ("with", "without")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_finished_run_is_not_run_again_and_another_config_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    first = start(tmp_path / "run", "train.steps=3")
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    again = start(tmp_path / "run", "train.steps=3")
+    assert "done already" in capsys.readouterr().out
+    assert again["val/loss"] == first["val/loss"]
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    with pytest.raises(UserError, match="seed: 0 there, 1 here"):
+        start(tmp_path / "run", "train.steps=3", "seed=1")
+
+
+def test_steps_may_grow_under_a_constant_schedule_only(tmp_path: Path):
+    start(tmp_path / "long", "schedule=constant", "train.steps=6")
+    start(tmp_path / "grown", "schedule=constant", "train.steps=3")
+    start(tmp_path / "grown", "schedule=constant", "train.steps=6")
+    a, b = (load(tmp_path / run / "checkpoints/step-000006")[0] for run in ("long", "grown"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    start(tmp_path / "fixed", "train.steps=3")
+    with pytest.raises(UserError, match=r"train\.steps: 3 there, 6 here"):
+        start(tmp_path / "fixed", "train.steps=6")
+
+
+def test_divergence_stops_before_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A weight turns NaN after update 4: the loss of update 5 is NaN, nothing after checkpoint 3 is saved."""
+    observe = Recorded.observe
+
+    def poisoning(self, step):
+        row = observe(self, step)
+        if step == 4:
+            self.session.model.blocks[1]["ffn"].up.weight.data[0, 0] = math.nan
+        return row
+
+    monkeypatch.setattr(Recorded, "observe", poisoning)
+    with pytest.raises(Diverged, match="step 5: the loss is nan"):
+        start(tmp_path / "run", "train.steps=9", "train.eval_every=100")
+    info = json.loads((tmp_path / "run/run.json").read_text())
+    assert info["status"] == "diverged"
+    assert "step 5" in info["diverged"]
+    assert rows(tmp_path / "run")[-1]["step"] == 4
+    (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
+    assert saved.name == "step-000003"
+    assert all(torch.isfinite(t).all() for t in load(saved)[0].values())
+
+
+def test_target_loss_stops_early(tmp_path: Path):
+    final = start(tmp_path / "run", "train.steps=40", "train.target_loss=5.3")
+    assert final["step"] < 40
+    assert final["val/loss"] <= 5.3
+
+
+def test_untrained_row_and_learning(tmp_path: Path):
+    final = start(tmp_path / "run", "train.steps=60", "checkpoint.every=60", "train.eval_every=60")
+    first, *rest = rows(tmp_path / "run")
+    assert first["step"] == 0
+    assert first["val/loss"] == pytest.approx(math.log(256), abs=1e-4)
+    assert "train/loss" not in first
+    assert [row["step"] for row in rest] == list(range(1, 61))
+    assert final["val/loss"] < 3.5

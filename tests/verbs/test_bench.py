@@ -1,0 +1,116 @@
+"""`ffnlab bench`: its arithmetic and its words on the smallest models. Nothing here depends on how fast it runs."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from ffnlab import build
+from ffnlab.device import has_bf16
+from ffnlab.errors import UserError
+from ffnlab.nn import rate
+from ffnlab.nn.count import TRAINING, count, total
+from ffnlab.verbs import bench
+from ffnlab.verbs.bench.steps import Bench, Times
+
+SMALL = ("model.n_layers=1", "model.d_model=16", "model.seq_len=8", "train.batch_size=2", "logger=none")
+
+
+@pytest.fixture(autouse=True)
+def _small_products(monkeypatch):
+    monkeypatch.setitem(rate.SIZE, "cpu", 32)
+
+
+def benched(capsys, *arguments: str) -> str:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    assert bench.run(parser.parse_args(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_train_reports_fp32_and_the_optimizers_apart(capsys):
+    text = benched(
+        capsys, "train", *SMALL, "--vocab-size", "300", "--rounds", "2", "--precision", "fp32", "--json"
+    )
+    facts = json.loads(text)
+    fp32 = facts["fp32"]
+    assert set(fp32["optimizer_ms"]) == {"BatchedMuon", "AdamW"}
+    assert fp32["tok_per_s"] == pytest.approx(16 / fp32["step_ms"] * 1e3)
+    assert min(fp32["forward_ms"], fp32["backward_ms"], fp32["mfu"], fp32["matrix_rate_flops_per_s"]) > 0
+
+
+@pytest.mark.skipif(not has_bf16(torch.device("cpu")), reason="this processor has no bf16")
+def test_train_compares_both_precisions_in_a_table(capsys):
+    text = benched(capsys, "train", *SMALL, "optim=adamw", "--vocab-size", "300", "--rounds", "1")
+    for word in ("forward", "backward", "AdamW", "tokens/s", "fraction of that rate"):
+        assert word in text
+    assert "bf16 is " in text
+
+
+def test_figures_are_medians_of_the_rounds():
+    """Worked out by hand from three steps and three rates."""
+    cfg, _ = build.compose(SMALL)
+    made = Bench(cfg, 300, torch.device("cpu"), "fp32")
+    made.times = [Times(t, t / 4, t / 2, {"AdamW": t / 8}) for t in (1.0, 4.0, 2.0)]
+    made.rates = [1e6, 1e6, 2e6]
+    figures = made.figures()
+    flops = TRAINING * total(count(made.model, 8).values()).flops_per_token * 16
+    assert figures["step_ms"] == 2000
+    assert (figures["forward_ms"], figures["backward_ms"], figures["rest_ms"]) == (500, 1000, 250)
+    assert figures["optimizer_ms"] == {"AdamW": 250}
+    assert figures["optimizer_frac"] == 0.125
+    assert figures["tok_per_s"] == 8
+    assert figures["flops_per_s"] == flops / 2
+    assert figures["mfu"] == pytest.approx(flops * 0.25 / 1e6)
+
+
+def test_a_benched_step_trains():
+    """It is the step of training: the loss on its batch falls, and the gradients are gone afterwards."""
+    cfg, _ = build.compose([*SMALL, "optim=adamw", "optim.lr=0.01"])
+    made = Bench(cfg, 300, torch.device("cpu"), "fp32")
+    (x, y) = made.micro[0]
+    before = float(made.model.loss(x, y))
+    for _ in range(3):
+        made.step()
+    assert float(made.model.loss(x, y)) < before
+    assert all(p.grad is None for p in made.model.parameters())
+
+
+def test_gemm_measures_and_keeps_the_rate(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FFNLAB_CACHE", str(tmp_path))
+    facts = json.loads(benched(capsys, "gemm", "--device", "cpu", "--json"))
+    assert facts["rates"]["float32"]["now_flops_per_s"] > 0
+    assert (
+        facts["rates"]["float32"]["cached_flops_per_s"] in rate.read(tmp_path / "matrix_rate.json").values()
+    )
+
+
+def test_startup_reads_the_record_of_train_py(capsys, tmp_path, monkeypatch):
+    """A stand-in for train.py that writes the row of step 1 and ends."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import pathlib, sys\n"
+        "out = pathlib.Path(dict(a.split('=', 1) for a in sys.argv[1:])['out'])\n"
+        "out.mkdir()\n"
+        '(out / \'metrics.jsonl\').write_text(\'{"step": 0, "a": 1}\\n{"step": 1, "a": 1}\\n\')\n'
+    )
+    assert json.loads(benched(capsys, "startup", "--json"))["startup_s"] > 0
+
+
+def test_startup_tells_why_train_py_failed(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import sys; sys.exit('the reason')")
+    with pytest.raises(UserError, match="the reason"):
+        benched(capsys, "startup")
+
+
+def test_startup_needs_a_checkout(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="this folder has none"):
+        benched(capsys, "startup")
+
+
+def test_rounds_must_be_positive(capsys):
+    with pytest.raises(UserError, match="--rounds 0"):
+        benched(capsys, "train", *SMALL, "--rounds", "0")

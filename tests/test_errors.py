@@ -1,4 +1,4 @@
-"""Bad input: every problem of a command line at once, one line each with what to do; exit 1 or 2, no traceback."""
+"""Bad input: every problem of a command line at once, one line each; exit 1 or 2, no traceback."""
 
 import os
 import shlex

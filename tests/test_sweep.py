@@ -100,8 +100,8 @@ def test_labels_say_what_differs():
         return [job.label for job in expand(command, {}, {})]
 
     assert labels("ffn=mlp,swiglu", "act=gelu", "seed=0,1") == ["mlp", "mlp", "swiglu", "swiglu"]
-    assert labels("ffn=mlp", "optim.lr=0.1,1e-3") == ["lr0.1", "lr1e-3"]
-    assert labels("norm@norm_ffn=none", "model.tie_head=true,false") == ["tie_headtrue", "tie_headfalse"]
+    assert labels("ffn=mlp", "optim.lr=0.1,1e-3") == ["lr0.1", "lr0.001"]
+    assert labels("norm@norm_ffn=none", "model.tie_head=true,false") == ["tie_headTrue", "tie_headFalse"]
     assert labels("seed=0,1") == ["", ""]
     assert slug("../../evil; rm -rf /") == "evil-rm-rf"
     assert slug("/") == "run"
@@ -216,7 +216,7 @@ def test_a_choice_that_does_not_exist_starts_nothing(here: Path, root: Path):
     with pytest.raises(UserError) as error:
         sweep(root, ["ffn=mlp,swigl,gleu", "seed=0,1"])
     assert [p.split(":")[0] for p in error.value.problems] == ["ffn=swigl", "ffn=gleu"]
-    with pytest.raises(UserError, match="unknown key 'train.stps'"):
+    with pytest.raises(UserError, match=r"unknown key 'train\.stps'"):
         sweep(root, ["ffn=mlp,swiglu", "train.stps=3"])
     assert list(here.iterdir()) == []
 
@@ -230,7 +230,8 @@ given = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:] if "=" in a)
 out, do = Path(given["out"].strip("'")), given["do"]
 out.mkdir(parents=True, exist_ok=True)
 def end(status, code):
-    (out / "run.json").write_text(json.dumps({"status": status, "argv": sys.argv[1:], "env": os.environ["FFNLAB_JOB"]}))
+    info = {"status": status, "argv": sys.argv[1:], "env": os.environ["FFNLAB_JOB"]}
+    (out / "run.json").write_text(json.dumps(info))
     sys.exit(code)
 def save(signum, frame):
     end("interrupted", 128 + signum)
@@ -257,8 +258,8 @@ from omegaconf import OmegaConf
 from hydra_plugins.ffnlab_sweep import process
 process.script = lambda: sys.argv[1]
 launcher = process.ProcessLauncher(parallel=int(sys.argv[2]), timeout_s=None, grace_s=5)
-launcher.setup(hydra_context=None, task_function=None, config=OmegaConf.create(
-    {"hydra": {"runtime": {"config_sources": []}, "overrides": {"hydra": []}, "job": {"config_name": "train"}}}))
+node = {"runtime": {"config_sources": []}, "overrides": {"hydra": []}, "job": {"config_name": "train"}}
+launcher.setup(hydra_context=None, task_function=None, config=OmegaConf.create({"hydra": node}))
 returns = launcher.launch([[f"do={d}", f"out='outputs/x/{i}-{d}'"] for i, d in enumerate(sys.argv[3:])], 0)
 print([str(r._return_value) for r in returns])
 sys.exit(128 + launcher.stopped if launcher.stopped else 0)
@@ -327,10 +328,10 @@ def test_what_a_job_is_told(here: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_settings_of_the_launcher_are_checked():
-    with pytest.raises(UserError, match="parallel >= 1"):
-        ProcessLauncher(parallel=0, timeout_s=None, grace_s=1)
-    with pytest.raises(UserError, match="timeout_s > 0"):
-        ProcessLauncher(parallel=1, timeout_s=float("nan"), grace_s=1)
+    for wrong in ({"parallel": 0}, {"timeout_s": float("nan")}, {"timeout_s": 0.0}, {"grace_s": -1.0}):
+        launcher = ProcessLauncher(**{"parallel": 1, "timeout_s": None, "grace_s": 1.0, **wrong})
+        with pytest.raises(UserError, match="parallel >= 1, timeout_s > 0 or null, grace_s >= 0"):
+            launcher.setup(hydra_context=None, task_function=None, config=hydra_config())  # type: ignore[arg-type]
 
 
 def gone(pid: int) -> bool:
@@ -435,8 +436,6 @@ def test_a_real_sweep(tmp_path: Path, root: Path):
     assert [run.name[:-9] for run in runs] == ["mlp-s0", "swiglu-s0"]
     assert [status(run) for run in runs] == ["done", "done"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["outputs"]
-    (runs[1] / "run.json").unlink()
     done = subprocess.run([*command, "seed=0"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert "(before)" in done.stdout
-    assert "[1/1]" in done.stdout
-    assert done.returncode in (0, 1)
+    assert done.returncode == 0
+    assert done.stdout.count("done (before)") == 2

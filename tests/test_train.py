@@ -165,3 +165,19 @@ def test_untrained_row_and_learning(tmp_path: Path):
     assert "train/loss" not in first
     assert [row["step"] for row in rest] == list(range(1, 61))
     assert final["val/loss"] < 3.5
+
+
+def test_test_split_is_read_once_at_the_end(tmp_path: Path):
+    """E106: selection never sees it."""
+    final = start(tmp_path / "run", "train.steps=3", "data.test_frac=0.1")
+    with_test = [row for row in rows(tmp_path / "run") if "test/loss" in row]
+    assert len(with_test) == 1
+    assert with_test[0]["step"] == 3
+    assert final["test/loss"] == with_test[0]["test/loss"]
+
+
+def test_weights_snapshots_stay(tmp_path: Path):
+    """E38: weights alone, every two steps, whatever the rotation of checkpoints."""
+    start(tmp_path / "run", "train.steps=5", "checkpoint.weights_every=2", "checkpoint.keep_last=1")
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["step-000005", *(f"weights-{k:06d}.safetensors" for k in (0, 2, 4))]

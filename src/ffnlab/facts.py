@@ -78,8 +78,8 @@ def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
         f"  {quality} at step {final.get('step', 0)}, {final.get('tokens', 0):,} tokens in {seconds:.0f} s",
         f"  {info['parameters']:,} parameters, {info['flops_per_token']:,} FLOPs per token forward, "
         f"{TRAINING} times that in training",
-        f"  {achieved / 1e9:.1f} GFLOP/s at the median step: {achieved / rate:.0%} of what "
-        f"{info['precision']} matrix products reach here ({rate / 1e9:.0f} GFLOP/s on {info['threads']} threads)",
+        f"  {achieved / 1e9:.1f} GFLOP/s at the median step: {achieved / rate:.0%} of the rate of",
+        f"  {info['precision']} matrix products here ({rate / 1e9:.0f} GFLOP/s on {info['threads']} threads)",
         f"  probes took {probes:.1f} s: {probes / max(seconds, 1e-9):.1%} of the run",
         "next:",
         f'  ffnlab sample {out} --prompt "My fellow Americans,"',

@@ -1,6 +1,7 @@
 """One run: its directory, its resume, its loop, its status."""
 
 import contextlib
+import dataclasses
 import math
 import signal
 import statistics
@@ -53,13 +54,22 @@ def run(
     rundir = RunDir.open(out, {**cfg, "out": str(out)}, ignore=SAME_RUN, steps_may_grow=grows)
     try:
         if rundir.state == "done":
-            info = rundir.info()
-            print(f"{out} is {info['status']} already; nothing to do. Another out=... starts a new run.")
-            return info.get("final", {})
+            return finished(rundir)
         session = session or Session(cfg)
         return Recorded(session, rundir, choices).run(at_end)
     finally:
         rundir.close()
+
+
+def finished(rundir: RunDir) -> Row:
+    """What a run that is over gave; Diverged again where it diverged."""
+    info = rundir.info()
+    if info["status"] == "diverged":
+        raise Diverged(
+            f"{rundir.path} diverged before ({info.get('diverged')}); another out=... starts a new run"
+        )
+    print(f"{rundir.path} is done already; nothing to do. Another out=... starts a new run.")
+    return info.get("final", {})
 
 
 class Recorded:
@@ -102,7 +112,7 @@ class Recorded:
             on_gradients=lambda step: None,
             log=self.log,
             save=self.save,
-            save_due=self.save_due,
+            save_due=lambda step: step % s.checkpoint.every == 0,
             stop=lambda: self.signum is not None,
         )
         status = "failed"
@@ -113,6 +123,8 @@ class Recorded:
                     scaler=s.scaler, seed=s.cfg["seed"], progress=progress,
                 )  # fmt: skip
             status = "interrupted" if self.signum is not None else "done"
+            if status == "done" and s.data.n_test:
+                self.log({**dataclasses.asdict(progress), **s.test()})
         except Diverged as error:
             status = "diverged"
             self.rundir.update(diverged=str(error))
@@ -147,10 +159,11 @@ class Recorded:
         return self.session.validation() | self.record(step, self.session.observer.scan(step))
 
     def observe(self, step: int) -> Row:
-        """What the probes see after update `step`, where one is due."""
-        return (
-            self.record(step, self.session.observer.observe(step)) if self.session.observer.due(step) else {}
-        )
+        """What the probes see after update `step`, where one is due; saves the weights where that is asked for."""
+        each, observer = self.session.checkpoint.weights_every, self.session.observer
+        if each is not None and step % each == 0:
+            save_weights(self.rundir.path, step, self.session.model.state_dict())
+        return self.record(step, observer.observe(step)) if observer.due(step) else {}
 
     def record(self, step: int, seen: Observation) -> Row:
         """Arrays to neurons.zarr, histograms to the sinks; the scalars go into the row."""
@@ -168,25 +181,18 @@ class Recorded:
         self.sinks.log(row)
         self.last = {**self.last, **row}
 
-    def save_due(self, step: int) -> bool:
-        """Every `checkpoint.every` steps, or every `checkpoint.weights_every`."""
-        each = self.session.checkpoint.weights_every
-        return step % self.session.checkpoint.every == 0 or (each is not None and step % each == 0)
-
     def save(self, progress: Progress) -> None:
         """The record first, then the checkpoint that relies on it."""
         s, step = self.session, progress.step
         self.metrics.sync()
         self.neurons.flush()
-        tensors = s.model.state_dict()
-        each = s.checkpoint.weights_every
-        if each is not None and step % each == 0:
-            save_weights(self.rundir.path, step, tensors)
-        save(self.rundir.path, step, tensors, s.state(progress), s.checkpoint.keep_last)
+        try:
+            save(self.rundir.path, step, s.model.state_dict(), s.state(progress), s.checkpoint.keep_last)
+        except FloatingPointError as error:
+            raise Diverged(f"step {step}: {error}") from error
 
     def end(self, status: str, progress: Progress, at_end: Callable[[Path], list[Path]] | None) -> None:
         """Status, final metrics and copies, however the loop ended."""
-        self.neurons.flush()
         self.metrics.close()
         cost = self.session.observer.seconds
         pace = [row["perf/tok_per_s"] for row in self.metrics.read() if "perf/tok_per_s" in row]
@@ -196,6 +202,7 @@ class Recorded:
             "median_tok_per_s": statistics.median(pace) if pace else 0.0,
         }
         self.rundir.update(status=status, final=self.last, timings=timings)
+        self.neurons.flush()  # after the status: a full disk must not hide how the run ended
         if status == "done" and at_end is not None:
             for picture in at_end(self.rundir.path):
                 self.sinks.image(picture.stem, picture, progress.step)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -58,20 +58,26 @@ class Session:
 
     def validation(self) -> Row:
         """val/loss and, where the text's bytes are known, val/bits_per_byte."""
+        row = {
+            "val/loss": self.mean_loss(self.data.val_batches(self.train.batch_size, self.train.eval_batches))
+        }
+        if self.data.bytes_per_token:
+            row["val/bits_per_byte"] = bits_per_byte(row["val/loss"], self.data.bytes_per_token)
+        return row
+
+    def test(self) -> Row:
+        """test/loss on the whole test split (`data.test_frac`), which is read once, when the run is over."""
+        return {"test/loss": self.mean_loss(self.data.test_batches(self.train.batch_size, None))}
+
+    def mean_loss(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """Nats per token in eval mode."""
         self.model.eval()
         try:
-            batches = self.data.val_batches(self.train.batch_size, self.train.eval_batches)
-            loss = evaluate(
+            return evaluate(
                 self.loss, ((x.to(self.device), y.to(self.device)) for x, y in batches), self.autocast
             )
         finally:
             self.model.train()
-        per_byte = (
-            {"val/bits_per_byte": bits_per_byte(loss, self.data.bytes_per_token)}
-            if self.data.bytes_per_token
-            else {}
-        )
-        return {"val/loss": loss, **per_byte}
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """All but the weights that the next update depends on."""

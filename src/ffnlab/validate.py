@@ -78,9 +78,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "norm_ffn.eps": (0, 1),
 }
 # `fit` builds these parts, so it waits until each of them is well-formed.
-FIT_NEEDS = tuple(
-    "model attention ffn act threshold skip stream residual norm data tokenizer logger _target_ unknown".split()
-)
+FIT_NEEDS = ("model", "attention", "ffn", "act", "threshold", "skip", "stream", "residual", "norm", "data")
+FIT_NEEDS += ("tokenizer", "logger", "unknown key", "_target_")
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.order": ("attn_ffn", "ffn_attn"),
     "model.init": SCHEMES,
@@ -91,7 +90,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def validate(cfg: Mapping[str, Any]) -> None:
-    """Raise one UserError with all that is wrong: unknown keys, types, ranges, parts, sizes that do not fit."""
+    """Raise one UserError with all problems: unknown keys, types, ranges, parts, sizes that do not fit."""
     problems = [unknown_key("", key, TOP) for key in cfg if key not in TOP]
     problems += [f"{key} is missing" for key in TOP if key not in cfg]
     if not problems:

@@ -1,4 +1,4 @@
-"""`ffnlab bench`: its arithmetic and its words on the smallest models. Nothing here depends on how fast it runs."""
+"""`ffnlab bench`: its arithmetic and its words on the smallest models; nothing depends on speed."""
 
 import argparse
 import json
@@ -70,10 +70,10 @@ def test_a_benched_step_trains():
     cfg, _ = build.compose([*SMALL, "optim=adamw", "optim.lr=0.01"])
     made = Bench(cfg, 300, torch.device("cpu"), "fp32")
     (x, y) = made.micro[0]
-    before = float(made.model.loss(x, y))
+    before = made.model.loss(x, y).item()
     for _ in range(3):
         made.step()
-    assert float(made.model.loss(x, y)) < before
+    assert made.model.loss(x, y).item() < before
     assert all(p.grad is None for p in made.model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""`ffnlab sample` on a run directory made by hand: a small untrained model, so that the text is noise but exact."""
+"""`ffnlab sample` on a run directory made by hand: a small untrained model, whose noise is exact."""
 
 import argparse
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_a_seed_fixes_the_text(capsys, make_run):
 
 
 def test_temperature_zero_follows_the_full_forward_pass(capsys, make_run):
-    """Each new character is the argmax of the logits that the whole model gives for the last seq_len of the text."""
+    """Each new character is the argmax of the whole model's logits for the last seq_len of the text."""
     tokenizer = CharTokenizer(CHARS, end_mark=False)
     run = make_run(tokenizer)
     text = sampled(capsys, run, "--prompt", "ab", "--tokens", "12", "--temperature", "0")[:-1]

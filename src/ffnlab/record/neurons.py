@@ -36,9 +36,7 @@ class NeuronRecord:
         self._latest = -1
         self._over = False
         self._root: Any = None
-        self._open: dict[
-            str, dict[str, Any]
-        ] = {}  # group -> its zarr arrays: opening them is half of a flush
+        self._open: dict[str, dict[str, Any]] = {}  # group -> zarr arrays: opening them is half of a flush
         self.bytes = self._stored_bytes()  # of all values, before compression
 
     def add(self, step: int, name: str, array: np.ndarray, dims: tuple[str, ...]) -> None:

@@ -84,7 +84,9 @@ def _parse(texts: Sequence[str], loader: ConfigLoader | None) -> dict[str, Overr
     parsed, problems = {}, []
     for text in texts:
         try:
-            override = parser.parse_override(text)
+            (override,) = parser.parse_overrides(
+                [text]
+            )  # not parse_override: that one knows no configs for glob()
         except (HydraException, ValueError):
             problems.append(f"{text}: cannot be read; expected KEY=VALUE or KEY=VALUE1,VALUE2")
             continue

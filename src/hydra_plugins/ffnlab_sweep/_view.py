@@ -16,6 +16,7 @@ from rich.text import Text
 from hydra_plugins.ffnlab_sweep._jobs import Job
 
 OUTPUTS = Path("outputs")
+UNFINISHED = ("invalid", "interrupted", "not started")
 FINISHED = ("done", "diverged")  # a run that diverged is a result: the same config would do it again
 
 
@@ -141,7 +142,8 @@ def table(jobs: Sequence[Job], notes: Mapping[Path, str], fresh: set[Path]) -> i
     failed = 0
     for job in jobs:
         word = "invalid" if job.problems else notes.get(job.out) or status(job.out) or "failed"
-        word = word if word in (*FINISHED, "invalid") or job.out in notes else "failed"
+        if word not in (*FINISHED, *UNFINISHED):
+            word = f"failed: {word}" if job.out in notes else "failed"
         failed += word not in FINISHED
         word += "" if job.problems or job.out in fresh else " (before)"
         row = {} if job.problems else last_row(job.out, "val/loss")

@@ -25,6 +25,7 @@ from hydra_plugins.ffnlab_sweep._view import View
 
 COMPLETED = (0, 3)  # exit codes of train.py: done, diverged
 SWEEP_ONLY = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
+JOB_ENV = {"PYTHONUNBUFFERED": "1", "HYDRA_FULL_ERROR": "1"}  # logs are live, and hold the traceback of a bug
 POLL_S = 0.1
 
 
@@ -71,11 +72,6 @@ class ProcessLauncher(Launcher):
     """
 
     def __init__(self, parallel: int, timeout_s: float | None, grace_s: float):
-        if parallel < 1 or grace_s < 0 or (timeout_s is not None and not timeout_s > 0):
-            raise UserError(
-                f"hydra.launcher: expected parallel >= 1, timeout_s > 0 or null, grace_s >= 0; "
-                f"got {parallel}, {timeout_s}, {grace_s}"
-            )
         self.parallel, self.timeout_s, self.grace_s = parallel, timeout_s, grace_s
         self.stopped: int | None = None
         self.children: list[Child] = []
@@ -83,6 +79,11 @@ class ProcessLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's hook: called once, before `launch`."""
         self.config = config
+        if self.parallel < 1 or not self.grace_s >= 0 or not (self.timeout_s is None or self.timeout_s > 0):
+            raise UserError(
+                f"hydra.launcher: expected parallel >= 1, timeout_s > 0 or null, grace_s >= 0; "
+                f"got {self.parallel}, {self.timeout_s}, {self.grace_s}"
+            )
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run all jobs; one JobReturn each, FAILED with the reason where a job did not come to an end."""
@@ -122,7 +123,7 @@ class ProcessLauncher(Launcher):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "FFNLAB_JOB": str(index), "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **JOB_ENV, "FFNLAB_JOB": str(index)},
                 start_new_session=True,  # a Ctrl-C reaches the sweep alone, which passes it on
                 preexec_fn=die_with_parent if sys.platform == "linux" else None,
             )

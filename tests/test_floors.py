@@ -19,7 +19,7 @@ SOURCES = sorted(
     ]
 )
 
-ZERO = {"nn", "data", "optim", "probe", "record", "kernels"}
+ZERO = {"nn", "data", "optim", "schedule", "probe", "record", "kernels"}
 ONE = {"train", "evaluate", "device"}
 CONFIG = {
     "config",

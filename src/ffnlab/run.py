@@ -159,7 +159,7 @@ class Recorded:
         return self.session.validation() | self.record(step, self.session.observer.scan(step))
 
     def observe(self, step: int) -> Row:
-        """What the probes see after update `step`, where one is due; saves the weights where that is asked for."""
+        """What the probes see after update `step`, where one is due; saves weights where that is asked for."""
         each, observer = self.session.checkpoint.weights_every, self.session.observer
         if each is not None and step % each == 0:
             save_weights(self.rundir.path, step, self.session.model.state_dict())

@@ -1,6 +1,7 @@
 """What a sweep shows: a live line per running job and the table at the end, read from the run directories."""
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -63,6 +64,18 @@ def last_row(out: Path, key: str = "step") -> dict[str, Any]:
     return {}
 
 
+def final_loss(out: Path) -> float | None:
+    """The last validation loss of a run that is done, inf of one that diverged, None of any other."""
+    word = status(out)
+    return (
+        last_row(out, "val/loss").get("val/loss")
+        if word == "done"
+        else math.inf
+        if word == "diverged"
+        else None
+    )
+
+
 class View:
     """The running sweep: one line when a job starts or ends, and below them, in a terminal, what runs now."""
 
@@ -95,16 +108,16 @@ class View:
     def ended(self, out: Path, seconds: float, problem: str | None, log: Path) -> None:
         """A job is over; of a failed one the end of its log is shown."""
         self.ended_count += 1
-        loss = last_row(out, "val/loss").get("val/loss")
         if problem is None:
-            word = status(out) or "done"
-            if loss is not None and word == "done":
+            word, loss = status(out) or "done", final_loss(out)
+            if loss is not None:
                 self.best = min(self.best or (loss, out.name), (loss, out.name))
             end = f"val/loss {number(loss)}  {clock(seconds)}"
             self.say(f"[{self.ended_count}/{self.total}] {word} {out.name}  {end}")
             return
         self.failed_count += 1
-        self.say(f"[{self.ended_count}/{self.total}] FAILED {out.name}: {problem}; log: {log}")
+        word = "stop  " if problem == "interrupted" else "FAILED"
+        self.say(f"[{self.ended_count}/{self.total}] {word} {out.name}: {problem}; log: {log}")
         for line in tail(log):
             self.say(f"    | {line}")
 
@@ -135,7 +148,11 @@ class View:
 
 def table(jobs: Sequence[Job], notes: Mapping[Path, str], fresh: set[Path]) -> int:
     """Print one row per job; the number of jobs that did not come to an end."""
-    rows = Table(title=f"sweep: {len(jobs)} jobs", title_justify="left", show_edge=False)
+    rows = Table(
+        title=f"sweep: {len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}",
+        title_justify="left",
+        show_edge=False,
+    )
     for name in ("job", "status", "val/loss", "time"):
         rows.add_column(name, justify="right" if name in ("val/loss", "time") else "left", no_wrap=True)
     rows.add_column("out", overflow="fold")
@@ -146,15 +163,15 @@ def table(jobs: Sequence[Job], notes: Mapping[Path, str], fresh: set[Path]) -> i
             word = f"failed: {word}" if job.out in notes else "failed"
         failed += word not in FINISHED
         word += "" if job.problems or job.out in fresh else " (before)"
-        row = {} if job.problems else last_row(job.out, "val/loss")
-        loss, seconds = number(row.get("val/loss")), clock(row.get("time_s"))
-        name = " ".join(job.overrides) if job.problems else job.out.name[:-9]  # without the hash
+        row = {} if job.problems else last_row(job.out)
+        loss, seconds = number(None if job.problems else final_loss(job.out)), clock(row.get("time_s"))
+        name = (job.label or "(job)") if job.problems else job.out.name[:-9]  # without the hash
         rows.add_row(*(Text(t) for t in (name, word, loss, seconds, "" if job.problems else str(job.out))))
     screen = console()
     screen.print(rows)
     if failed:
         screen.print(
-            f"{failed} of {len(jobs)} jobs failed; the same command runs only those again", markup=False
+            f"{failed} of {len(jobs)} not finished; the same command goes on with those", markup=False
         )
     return failed
 

@@ -34,7 +34,11 @@ ConfigStore.instance().store(group="hydra/sweeper", name="arms", node=ArmsConf, 
 
 
 class ArmsSweeper(Sweeper):
-    """Expands, composes and names the jobs, launches those that are not done, ends with a table."""
+    """Expands, composes and names the jobs, launches those not done, ends with a table.
+
+    A run goes to outputs/<study>/<arm>-s<seed>-<digest>. `study` is by default the experiment's name, else
+    `sweep`; `arm` is by default what differs between the runs, else `<ffn>-<act>`.
+    """
 
     def __init__(self, params: dict[str, Any], arms: dict[str, list[str]], command: Sequence[str] | None):
         self.params, self.arms, self.command = params, arms, command
@@ -97,8 +101,8 @@ class ArmsSweeper(Sweeper):
                 del cfg["hydra"]
             values = plain(cfg)
             validate(values)
-        except (UserError, HydraException, OSError, ValueError):
-            job.problems = self._explain(job.overrides)
+        except (UserError, HydraException, OSError, ValueError) as error:
+            job.problems = self._explain(job.overrides) or [str(error)]
             return
         job.label = job.label or _jobs.slug(f"{choices.get('ffn')}-{choices.get('act')}")
         job.out = _view.OUTPUTS / study / f"{job.label}-s{values['seed']}-{_jobs.digest(values)}"

@@ -6,6 +6,7 @@ import math
 import signal
 import statistics
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from ffnlab.record.checkpoint import load, newest_complete, save, save_weights
 from ffnlab.record.console import ConsoleSink
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.neurons import NeuronRecord
-from ffnlab.record.rundir import RunDir, new_name
+from ffnlab.record.rundir import RunDir, new_name, write_atomic
 from ffnlab.record.sinks import Sinks
 from ffnlab.session import Session
 from ffnlab.train import Diverged, Hooks, Progress, Row, train
@@ -129,8 +130,11 @@ class Recorded:
             status = "diverged"
             self.rundir.update(diverged=str(error))
             raise
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             status = "interrupted"
+            raise
+        except Exception:
+            write_atomic(self.rundir.path / "error.txt", traceback.format_exc())
             raise
         finally:
             self.end(status, progress, at_end)
@@ -159,7 +163,7 @@ class Recorded:
         return self.session.validation() | self.record(step, self.session.observer.scan(step))
 
     def observe(self, step: int) -> Row:
-        """What the probes see after update `step`, where one is due; saves weights where that is asked for."""
+        """What the probes see after update `step`, where one is due; saves the weights where that is asked."""
         each, observer = self.session.checkpoint.weights_every, self.session.observer
         if each is not None and step % each == 0:
             save_weights(self.rundir.path, step, self.session.model.state_dict())

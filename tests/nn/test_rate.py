@@ -45,3 +45,11 @@ def test_a_damaged_file_is_measured_anew(tmp_path, damage):
 def test_a_cache_that_cannot_be_written_costs_a_measurement_only(tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert rate.cached(tmp_path / "file", CPU, torch.float32) > 0
+
+
+def test_the_fastest_is_remembered(tmp_path):
+    """A busy machine measures too little; a later, faster measurement replaces it, a slower one does not."""
+    assert rate.remember(tmp_path, CPU, torch.float32, 5.0) == 5.0
+    assert rate.remember(tmp_path, CPU, torch.float32, 7.0) == 7.0
+    assert rate.remember(tmp_path, CPU, torch.float32, 6.0) == 7.0
+    assert rate.cached(tmp_path, CPU, torch.float32) == 7.0

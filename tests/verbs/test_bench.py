@@ -81,9 +81,7 @@ def test_gemm_measures_and_keeps_the_rate(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("FFNLAB_CACHE", str(tmp_path))
     facts = json.loads(benched(capsys, "gemm", "--device", "cpu", "--json"))
     assert facts["rates"]["float32"]["now_flops_per_s"] > 0
-    assert (
-        facts["rates"]["float32"]["cached_flops_per_s"] in rate.read(tmp_path / "matrix_rate.json").values()
-    )
+    assert facts["rates"]["float32"]["kept_flops_per_s"] in rate.read(tmp_path / "matrix_rate.json").values()
 
 
 def test_startup_reads_the_record_of_train_py(capsys, tmp_path, monkeypatch):

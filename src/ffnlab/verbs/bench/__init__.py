@@ -14,7 +14,7 @@ from ffnlab import build
 from ffnlab.data import cache_dir
 from ffnlab.device import DTYPES, choose_device, has_bf16, set_threads
 from ffnlab.errors import UserError
-from ffnlab.nn.rate import cached, machine, measure
+from ffnlab.nn.rate import machine, measure, remember
 from ffnlab.validate import validate
 from ffnlab.verbs import quantity, show, vocabulary
 from ffnlab.verbs.bench.steps import Bench
@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", nargs="+", choices=sorted(DTYPES), help="default: fp32, and bf16 if present"
     )
     train.set_defaults(bench=bench_train)
-    gemm = what.add_parser("gemm", help="the matrix-product rate, measured now and kept for later runs")
+    gemm = what.add_parser(
+        "gemm", help="the matrix-product rate; runs are compared with the fastest seen here"
+    )
     gemm.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     gemm.set_defaults(bench=bench_gemm)
     startup = what.add_parser("startup", help="seconds from the command to the first step of train.py")
@@ -106,24 +108,22 @@ def present_train(facts: dict[str, Any], figures: dict[str, dict[str, Any]]) -> 
 
 
 def bench_gemm(args: argparse.Namespace) -> int:
-    """The rate of this moment and the one that runs are compared with."""
+    """The rate of this moment, and the fastest ever measured here, with which runs are compared."""
     device = choose_device(args.device)
     dtypes = [DTYPES["fp32"], *([DTYPES["bf16"]] if has_bf16(device) else [])]
-    rates = {
-        str(dtype).removeprefix("torch."): {
-            "now_flops_per_s": measure(device, dtype),
-            "cached_flops_per_s": cached(cache_dir(), device, dtype),
-        }
-        for dtype in dtypes
-    }
+    rates = {}
+    for dtype in dtypes:
+        now = measure(device, dtype)
+        kept = remember(cache_dir(), device, dtype, now)
+        rates[str(dtype).removeprefix("torch.")] = {"now_flops_per_s": now, "kept_flops_per_s": kept}
     if args.json:
         print(json.dumps({"machine": machine(device, dtypes[0]), "rates": rates}, indent=2))
     else:
         rows = [
-            (name, quantity(r["now_flops_per_s"], "FLOP/s"), quantity(r["cached_flops_per_s"], "FLOP/s"))
+            (name, quantity(r["now_flops_per_s"], "FLOP/s"), quantity(r["kept_flops_per_s"], "FLOP/s"))
             for name, r in rates.items()
         ]
-        show(machine(device, dtypes[0]), ("matrix product", "now", "cached"), rows)
+        show(machine(device, dtypes[0]), ("matrix product", "now", "kept"), rows)
     return 0
 
 

@@ -16,7 +16,7 @@ from ffnlab.data import cache_dir
 from ffnlab.device import DTYPES, instruction_set, set_threads
 from ffnlab.facts import closing, facts
 from ffnlab.nn.count import TRAINING, count, total
-from ffnlab.nn.rate import cached as matrix_rate
+from ffnlab.nn.rate import cached, measure, remember
 from ffnlab.nn.threshold import calibrate
 from ffnlab.probe import Observation
 from ffnlab.record.checkpoint import load, newest_complete, save, save_weights
@@ -92,7 +92,7 @@ class Recorded:
                 stacklevel=2,
             )
         self.flops = total(count(session.model, session.data.seq_len).values()).flops_per_token
-        self.rate = matrix_rate(cache_dir(), session.device, DTYPES[session.precision])
+        self.rate = cached(cache_dir(), session.device, DTYPES[session.precision])
         rundir.update(**facts(session, choices, threads, self.flops, self.rate))
         if session.data.tokenizer is not None:
             session.data.tokenizer.save(rundir.path / "tokenizer.json")
@@ -163,7 +163,7 @@ class Recorded:
         return self.session.validation() | self.record(step, self.session.observer.scan(step))
 
     def observe(self, step: int) -> Row:
-        """What the probes see after update `step`, where one is due; saves the weights where that is asked."""
+        """What the probes see after update `step`, where one is due; saves weights where that is asked."""
         each, observer = self.session.checkpoint.weights_every, self.session.observer
         if each is not None and step % each == 0:
             save_weights(self.rundir.path, step, self.session.model.state_dict())
@@ -205,7 +205,9 @@ class Recorded:
             "probe_s": self.probe_s_before + cost,
             "median_tok_per_s": statistics.median(pace) if pace else 0.0,
         }
-        self.rundir.update(status=status, final=self.last, timings=timings)
+        self.rundir.update(
+            status=status, final=self.last, timings=timings, matrix_rate_flops_per_s=self.ceiling()
+        )
         self.neurons.flush()  # after the status: a full disk must not hide how the run ended
         if status == "done" and at_end is not None:
             for picture in at_end(self.rundir.path):
@@ -213,6 +215,11 @@ class Recorded:
         self.sinks.finish(status, {k: v for k, v in self.last.items() if math.isfinite(v)})
         if status == "done":
             print("\n".join(closing(self.rundir.info(), self.last, self.rundir.path)))
+
+    def ceiling(self) -> float:
+        """The machine's matrix-product rate, measured once more: a machine busy at the start measured too little."""
+        device, dtype = self.session.device, DTYPES[self.session.precision]
+        return remember(cache_dir(), device, dtype, measure(device, dtype))
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from ffnlab import build
 from ffnlab.errors import UserError
+from ffnlab.nn.attention import attend
 from ffnlab.nn.gpt import Context, run_block_checkpointed
 from ffnlab.nn.head import Head
 from ffnlab.nn.position import Rope
@@ -227,3 +228,17 @@ def test_tied_head_shares_the_embedding():
     model = make("arch=nanogpt")
     assert model.head.weight is model.embed.weight
     assert "head.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_plain_bf16_attention_equals_the_fused_kernel(scale: float | None):
+    """Both paths against float64, forward and backward."""
+    q, k, v = torch.randn(3, 2, 3, 40, 16, generator=torch.Generator().manual_seed(5))
+    results = {}
+    for dtype in (torch.float64, torch.bfloat16):
+        leaves = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
+        out = attend(*leaves, scale, 0.0)
+        out.square().sum().backward()
+        results[dtype] = [t.double() for t in (out.detach(), *(leaf.grad for leaf in leaves))]
+    for exact, got in zip(*results.values(), strict=True):
+        assert (got - exact).abs().max() < 0.02 * exact.abs().max()

@@ -14,6 +14,7 @@ from ffnlab.errors import UserError
 from ffnlab.nn.norm import rms_norm
 from ffnlab.nn.position import POSITIONS, Rope
 
+PLAIN_UP_TO = 512  # window up to which `attend` multiplies plainly in bf16 on a CPU
 GATE_INPUTS = 12  # dimensions of the stream that a head's gate reads
 
 
@@ -70,14 +71,32 @@ class Causal(nn.Module):
         if self.qk_norm:
             q, k = rms_norm(q, 1e-6), rms_norm(k, 1e-6)
         q, k = self.rotate(q), self.rotate(k)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v.to(q.dtype), is_causal=True, dropout_p=dropout, scale=self.scale
-        )
+        y = attend(q, k, v.to(q.dtype), self.scale, self.dropout if self.training else 0.0)
         if self.gate_w is not None:
             gate = torch.sigmoid(x[..., : self.gate_w.shape[1]] @ self.gate_w.T)  # (B, T, H)
             y = y * gate.transpose(1, 2).unsqueeze(-1)
         return self.out(y.transpose(1, 2).flatten(2))
+
+
+def attend(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B H T K"],
+    v: Float[Tensor, "B H T K"],
+    scale: float | None,
+    dropout: float,
+) -> Float[Tensor, "B H T K"]:
+    """Causal softmax(scale q k^T) v; scale None is 1/sqrt(K). The same numbers on every path, up to rounding.
+
+    PyTorch's fused kernel, except in bf16 on a CPU at short windows: plain batched products take, forward
+    and backward on one core, 6 ms instead of 20 at T = 128, 14 instead of 22 at 256, 24 instead of 36 at 512;
+    from 1024 on they lose.
+    """
+    short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-2] <= PLAIN_UP_TO
+    if not short or dropout:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=scale)
+    later = torch.full((q.shape[-2], q.shape[-2]), -torch.inf, dtype=q.dtype).triu(1)
+    scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.mT + later
+    return scores.softmax(-1) @ v
 
 
 def check(d_model: int, n_heads: int, position: str) -> None:

@@ -217,9 +217,9 @@ class Recorded:
             print("\n".join(closing(self.rundir.info(), self.last, self.rundir.path)))
 
     def ceiling(self) -> float:
-        """The machine's matrix-product rate, measured once more: a machine busy at the start measured too little."""
+        """The machine's matrix-product rate, measured again: one that was busy at the start measured too little."""
         device, dtype = self.session.device, DTYPES[self.session.precision]
-        return remember(cache_dir(), device, dtype, measure(device, dtype))
+        return remember(cache_dir(), device, dtype, measure(device, dtype, budget_s=0.1))
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:

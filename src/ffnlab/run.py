@@ -217,7 +217,7 @@ class Recorded:
             print("\n".join(closing(self.rundir.info(), self.last, self.rundir.path)))
 
     def ceiling(self) -> float:
-        """The machine's matrix-product rate, measured again: one that was busy at the start measured too little."""
+        """The matrix-product rate, measured again: a machine busy at the start measured too little."""
         device, dtype = self.session.device, DTYPES[self.session.precision]
         return remember(cache_dir(), device, dtype, measure(device, dtype, budget_s=0.1))
 

@@ -44,7 +44,8 @@ def job(cfg: DictConfig) -> float:
 
     hydra_cfg = HydraConfig.get()
     try:
-        return run.run(config.plain(cfg), dict(hydra_cfg.runtime.choices)).get("val/loss", float("nan"))
+        own = config.own_plugins(config.plain(cfg), list(hydra_cfg.overrides.task))
+        return run.run(own, dict(hydra_cfg.runtime.choices)).get("val/loss", float("nan"))
     except Exception as error:
         if hydra_cfg.mode == RunMode.RUN:
             raise Passed(error) from error

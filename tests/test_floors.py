@@ -37,9 +37,10 @@ MAY_IMPORT = {
     "explain": {"config"},
     "validate": ZERO | ONE | {"config", "build"},
     "build": ZERO | ONE | CONFIG,
-    "session": BELOW_RUN,  # run in three files: the parts of a run, the facts about it, its course
+    "session": BELOW_RUN,  # run in four files: the parts, the facts, the course, the directory
     "facts": BELOW_RUN | {"session"},
-    "run": BELOW_RUN | {"session", "facts"},
+    "recorded": BELOW_RUN | {"session", "facts"},
+    "run": BELOW_RUN | {"session", "recorded"},
     "verbs": BELOW_RUN,
     "analysis": {"record"},
     "cli": TWO | CONFIG | {"analysis"},

@@ -11,7 +11,8 @@ import torch
 from ffnlab import build
 from ffnlab.errors import UserError
 from ffnlab.record.checkpoint import load
-from ffnlab.run import Recorded, run
+from ffnlab.recorded import Recorded
+from ffnlab.run import run
 from ffnlab.train import Diverged, gradients
 
 TINY = [

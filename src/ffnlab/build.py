@@ -11,6 +11,7 @@ from torch import nn
 
 from ffnlab.config import GROUPS, compose, config_dir, factory, locate, plain, settings
 from ffnlab.data import Dataset, open_dataset
+from ffnlab.device import has_bf16
 from ffnlab.errors import UserError
 from ffnlab.nn.ffn.base import FFN
 from ffnlab.nn.ffn.width import solve_width
@@ -19,7 +20,7 @@ from ffnlab.nn.head import Head
 from ffnlab.nn.init import initialise
 from ffnlab.nn.position import ADDED_POSITIONS
 from ffnlab.nn.residual import PLACEMENTS, Residual
-from ffnlab.nn.stream import StreamPart, ValueEmbeddings
+from ffnlab.nn.stream import EmbedDropout, StreamPart, ValueEmbeddings
 from ffnlab.probe import Probe, ProbeSettings
 from ffnlab.record.sinks import Sink
 
@@ -175,7 +176,9 @@ def stream_parts(cfg: Config, sizes: ModelSettings, padded_vocab: int) -> dict[s
     parts: dict[str, nn.Module] = {}
     added = ADDED_POSITIONS.get(cfg["attention"].get("position", ""))
     if added is not None:
-        parts["position"] = added(d_model=sizes.d_model, seq_len=sizes.seq_len)
+        parts["position"] = added(d_model=sizes.d_model, seq_len=sizes.seq_len, tied=sizes.tie_head)
+    if sizes.dropout:
+        parts["embed_dropout"] = EmbedDropout(sizes.dropout)
     if sizes.value_embeddings:
         parts["value_embeddings"] = ValueEmbeddings(
             tables=sizes.value_embeddings, vocab_size=padded_vocab, d_model=sizes.d_model
@@ -217,7 +220,10 @@ def tokenizer(cfg: Config) -> Any:
 
 def optimizer(cfg: Config, gpt: GPT) -> Any:
     """The optimizer over all of the model's parameters."""
-    return factory(cfg["optim"], "optim", packages=packages(cfg))(gpt)
+    node = dict(cfg["optim"])
+    if node.get("ns_precision") == "auto":
+        node["ns_precision"] = "bf16" if has_bf16(gpt.embed.weight.device) else "fp32"
+    return factory(node, "optim", packages=packages(cfg))(gpt)
 
 
 def schedule(cfg: Config) -> Callable[[int], float]:

@@ -24,7 +24,7 @@ def evaluate(
     with torch.no_grad():
         for x, y in batches:
             with precision():
-                total += loss(x, y).double().cpu()
+                total += loss(x, y).cpu().double()
             count += (y >= 0).sum().cpu()
     add_up([total, count])
     return float(total / count)

@@ -26,13 +26,17 @@ from ffnlab.train import Hooks, Progress, Row, TrainConfig
 class Session:
     """The parts of a run, built from its configuration and put on their device."""
 
-    def __init__(self, cfg: Mapping[str, Any], processes: Processes):
+    """`before` is what run.json says when a run is resumed: an `auto` of then stays what it was."""
+
+    def __init__(self, cfg: Mapping[str, Any], processes: Processes, before: Mapping[str, Any]):
         self.cfg, self.processes = cfg, processes
         self.train = settings(TrainConfig, cfg["train"], "train")
         self.checkpoint = settings(CheckpointSettings, cfg["checkpoint"], "checkpoint")
         self.probe = build.probe_settings(cfg)
         self.device = choose_device(self.train.device)
-        self.precision = choose_precision(self.train.precision, self.device)
+        auto = self.train.precision == "auto"
+        wish = before.get("precision", "auto") if auto else self.train.precision
+        self.precision = choose_precision(wish, self.device)
         self.autocast = autocast(self.device, self.precision)
         self.data: Dataset = build.dataset(cfg, cache_dir(), progress_line())
         self.model: GPT = build.model(cfg, self.data.vocab_size).to(self.device)
@@ -62,7 +66,7 @@ class Session:
             "parameters": list(self.model.parameters()),
             "optimizer": self.optimizer,
             "scaler": self.scaler,
-            "seed": self.cfg["seed"],
+            "seed": self.cfg["seed"] + 2**40 * self.processes.rank,  # dropout differs between processes
         }
 
     def hooks(self, *, stop: Stop, **recording: Any) -> Hooks:
@@ -72,7 +76,6 @@ class Session:
             schedule=self.schedule,
             precision=self.autocast,
             on_gradients=lambda step: None,
-            save_due=lambda step: step % self.checkpoint.every == 0,
             stop=lambda: self.processes.any(stop.signum is not None),
             add_up=self.processes.add_up,
             **recording,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 Row = dict[str, float]
+MAX_OVERFLOWS = 20  # fp16 steps in a row that overflow before a run counts as diverged
 Batch = tuple[Tensor, Tensor]
 
 
@@ -58,10 +59,15 @@ class Hooks:
     observe: Callable[[int], Row]  # after update k; {} where no probe is due
     on_gradients: Callable[[int], None]  # before clipping
     log: Callable[[Row], None]
-    save: Callable[[Progress], None]  # after update k, when `save_due`, on a stop and at the end
-    save_due: Callable[[int], bool]
+    save: Callable[[Progress, bool], None]  # after every update; True on a stop and at the end
     stop: Callable[[], bool]  # asked at every step boundary
     add_up: Callable[[Sequence[Tensor]], None]  # sum tensors over processes; nothing to do for one
+
+
+def synchronize() -> None:
+    """Let the accelerator finish, so that what is timed pays for its own work only."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class Clock:
@@ -91,8 +97,10 @@ class Clock:
 
     def timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         """call(*args), its seconds added to `outside` or `probe`."""
+        synchronize()
         start = time.perf_counter()
         out = call(*args)
+        synchronize()
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)
         return out
 
@@ -125,6 +133,22 @@ def grad_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> float:
     return float(torch.nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip))
 
 
+def update(optimizer: Any, scaler: Any, norm: float, overflows: int) -> int:
+    """Step, unless the gradient is not finite; returns how many steps in a row were left out for that.
+
+    In fp16 an overflow is how the scale finds its size: all parameters keep their values, the scale halves,
+    and the step counts as done.
+    """
+    if not math.isfinite(norm):
+        if scaler.is_enabled():
+            scaler.update(scaler.get_scale() / 2)
+        return overflows + 1
+    for inner in optimizer.optimizers:
+        scaler.step(inner)
+    scaler.update()
+    return 0
+
+
 def train(
     cfg: TrainConfig,
     hooks: Hooks,
@@ -144,6 +168,7 @@ def train(
     """
     clock = Clock()
     tokens_at_row, step_at_row = progress.tokens, progress.step
+    overflows = 0
 
     def finish_row(row: Row) -> None:
         nonlocal tokens_at_row, step_at_row
@@ -159,7 +184,7 @@ def train(
         clock = Clock()
     while progress.step < cfg.steps:
         step = progress.step + 1
-        torch.manual_seed(seed * 1_000_003 + step)  # dropout by (seed, step): a resume needs no random state
+        torch.manual_seed(seed + 1_000_003 * step)  # dropout by (seed, step): a resume needs no random state
         optimizer.set_factor(factor := hooks.schedule(step))
         mean, count = gradients(loss, hooks.batches(step), hooks.precision, scaler, hooks.add_up)
         hooks.add_up([p.grad for p in parameters if p.grad is not None])
@@ -169,12 +194,10 @@ def train(
             scaler.unscale_(inner)
         hooks.on_gradients(step)
         norm = grad_norm(parameters, cfg.clip)
-        if not math.isfinite(norm) and not scaler.is_enabled():
-            raise Diverged(f"step {step}: the gradient norm is {norm} (loss {mean:.4f})")
-        for inner in optimizer.optimizers:
-            scaler.step(inner)
-        scaler.update()
+        overflows = update(optimizer, scaler, norm, overflows)
         optimizer.zero_grad()
+        if overflows > (MAX_OVERFLOWS if scaler.is_enabled() else 0):
+            raise Diverged(f"step {step}: the gradient norm is {norm} (loss {mean:.4f})")
         progress.step, progress.tokens = step, progress.tokens + count
 
         row = {"train/loss": mean, "optim/lr": optimizer.lr * factor, "optim/grad_norm": norm}
@@ -185,8 +208,7 @@ def train(
         reached = cfg.target_loss is not None and row.get("val/loss", math.inf) <= cfg.target_loss
         if evaluated or seen or stop or step % cfg.log_every == 0:
             finish_row(row)
-        if hooks.save_due(step) or stop or reached or step == cfg.steps:
-            clock.timed("outside", hooks.save, progress)
+        clock.timed("outside", hooks.save, progress, stop or reached or step == cfg.steps)
         if stop or reached:
             break
     return progress

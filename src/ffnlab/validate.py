@@ -62,7 +62,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "ffn.expansion": (0.25, 16),
     "ffn.d_ff": (1, 2**24),
     "ffn.dropout": (0, 0.999),
-    "optim.lr": (0, 1e6),
+    "optim.lr": (1e-12, 1e6),
     "optim.lr_scale": (0, 1e6),
     "optim.weight_decay": (0, 1e3),
     "optim.momentum": (0, 0.999999),
@@ -72,6 +72,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.warmup_frac": (0, 1),
     "schedule.decay_frac": (0, 1),
     "schedule.floor": (0, 1),
+    "attention.scale": (1e-6, 1e3),
     "attention.rope_base": (1, 1e12),
     "attention.rope_frac": (0, 1),
     "norm.eps": (0, 1),
@@ -82,6 +83,7 @@ FIT_NEEDS = ("model", "attention", "ffn", "act", "threshold", "skip", "stream", 
 FIT_NEEDS += ("tokenizer", "logger", "unknown key", "_target_")
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.order": ("attn_ffn", "ffn_attn"),
+    "optim.ns_precision": ("auto", "bf16", "fp32", None),
     "model.init": SCHEMES,
     "ffn.match": ("params", "flops", "width"),
     "residual.attn": tuple(PLACEMENTS),
@@ -159,6 +161,22 @@ def fit(cfg: Mapping[str, Any]) -> list[str]:
         problems.append(
             "data.val_frac + data.test_frac: expected less than 1, so that text is left to train on"
         )
+    tabled = layers["model.value_embeddings"]
+    problems += [
+        f"model.value_embeddings: layer {layer} stands in two tables"
+        for layer in {*tabled}
+        if tabled.count(layer) > 1
+    ]
+    problems += [
+        f"model.value_embeddings: layer {layer} has no attention (model.drop_attn)"
+        for layer in {*tabled} & {*model["drop_attn"]}
+    ]
+    if {*range(model["n_layers"])} <= {*model["drop_attn"]} & {*model["drop_ffn"]}:
+        problems.append("model.drop_attn and model.drop_ffn leave no sublayer in any layer")
+    if cfg["schedule"].get("warmup_frac", 0) + cfg["schedule"].get("decay_frac", 0) > 1:
+        problems.append("schedule.warmup_frac + schedule.decay_frac: expected at most 1")
+    if cfg["optim"].get("nesterov") and not cfg["optim"].get("momentum"):
+        problems.append("optim.nesterov=true needs optim.momentum > 0")
     if betas := cfg["optim"].get("betas"):
         problems += [] if len(betas) == 2 else [f"optim.betas={betas}: expected two numbers"]
     return problems or [line for call in trials(cfg) for line in problems_of(call)]

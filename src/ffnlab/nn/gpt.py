@@ -106,7 +106,6 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         self.seq_len, self.d_model, self.n_layers = settings.seq_len, settings.d_model, settings.n_layers
         self.embed = embed
-        self.drop = nn.Dropout(settings.dropout)
         self.parts = nn.ModuleDict(parts)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm

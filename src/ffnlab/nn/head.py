@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # a target that counts for nothing, as in torch.nn.functional.cross_entropy
 
@@ -84,6 +85,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_h, grad_w = ctx.saved_tensors
         out_h = None if grad_h is None else (grad_h * grads[0]).to(grad_h.dtype)

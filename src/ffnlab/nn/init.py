@@ -40,9 +40,9 @@ def draw(shape: torch.Size, scheme: str, *, residual_scale: float, rng: torch.Ge
     return torch.empty(shape).normal_(0, sd, generator=rng)
 
 
-def embedding_sd(scheme: str, d_model: int) -> float:
-    """1, but 0.02 for gpt2 and 1/sqrt(D) for xavier (whose users multiply the embedding by sqrt(D))."""
-    return {"gpt2": 0.02, "xavier": d_model**-0.5}.get(scheme, 1.0)
+def embedding_sd(scheme: str, d_model: int, tied: bool) -> float:
+    """1; 1/sqrt(D) where it is the head too, whose logits then start at about sd 1; 0.02 for gpt2."""
+    return 0.02 if scheme == "gpt2" else d_model**-0.5 if tied else 1.0
 
 
 @torch.no_grad()
@@ -54,13 +54,14 @@ def initialise(model: nn.Module, *, seed: int, scheme: str, zero_out: bool, n_la
     """
     if scheme not in SCHEMES:
         raise UserError(f"model.init={scheme!r}: expected one of {', '.join(SCHEMES)}")
-    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    heads = {id(m.weight) for m in model.modules() if isinstance(m, Head)}
     for name, module in model.named_modules():
         rng = generator(seed, f"{name}.weight")
         if isinstance(module, nn.Embedding):
-            sd = embedding_sd(scheme, module.embedding_dim)
+            sd = embedding_sd(scheme, module.embedding_dim, tied=id(module.weight) in heads)
             module.weight.copy_(torch.empty(module.weight.shape).normal_(0, sd, generator=rng))
-        elif isinstance(module, nn.Linear) and id(module.weight) not in tied:
+        elif isinstance(module, nn.Linear) and id(module.weight) not in embeddings:
             output = name.endswith(OUTPUTS)
             if zero_out and (output or isinstance(module, Head)):
                 module.weight.zero_()

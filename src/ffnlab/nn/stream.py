@@ -33,6 +33,17 @@ class EmbedNorm(StreamPart):
         return rms_norm(x, 1e-6) if i == 0 else x
 
 
+class EmbedDropout(StreamPart):
+    """Dropout of the stream that enters block 0, positions added (arXiv 1706.03762, 5.4)."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.drop = nn.Dropout(p)
+
+    def before(self, i: int, x: Tensor, ctx: Any) -> Tensor:
+        return self.drop(x) if i == 0 else x
+
+
 class X0Lambdas(StreamPart):
     """Before block i: x <- a_i x + b_i x0, where x0 is the stream that entered block 0; a = 1 and b = 0 at
     the start.

@@ -137,7 +137,7 @@ def ffn_part(cfg: Config) -> Callable[..., FFN]:
     return factory(own, "ffn", ("d_model", "d_ff", "make_act", "bias", "dropout"), packages(cfg))
 
 
-def act_part(cfg: Config) -> Callable[..., nn.Module]:
+def act_part(cfg: Config) -> partial[nn.Module]:
     """The activation class with its own options."""
     return factory(cfg["act"], "act", ("d_ff",), packages(cfg))
 
@@ -149,6 +149,10 @@ def ffn_maker(cfg: Config, sizes: ModelSettings) -> Callable[[], FFN]:
     make = partial(ffn_part(cfg), d_model=sizes.d_model, bias=bias, dropout=float(node["dropout"]))
     act = act_part(cfg)
     threshold = factory(cfg["threshold"], "threshold", packages=packages(cfg))()
+    if getattr(act.func, "shift_invariant", False) and getattr(threshold, "scope", "neuron") != "neuron":
+        warnings.warn(
+            "act sees only differences between neurons: a threshold they share does nothing", stacklevel=2
+        )
     d_ff = node["d_ff"]
     if d_ff is None:
         bare = partial(make, make_act=lambda width: act(d_ff=width))

@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def locate(target: str, packages: Sequence[str] = ("ffnlab",)) -> type:
 
 def factory(
     node: Any, path: str, given: Sequence[str] = (), packages: Sequence[str] = ("ffnlab",)
-) -> Callable[..., Any]:
+) -> functools.partial[Any]:
     """`functools.partial(cls, **options)` of a part; `given` are the arguments that the caller adds when it
     calls it.
     """

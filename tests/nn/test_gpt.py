@@ -10,7 +10,9 @@ from ffnlab import build
 from ffnlab.errors import UserError
 from ffnlab.nn.gpt import Context, run_block_checkpointed
 from ffnlab.nn.head import Head
+from ffnlab.nn.norm import LayerNorm
 from ffnlab.nn.position import Rope
+from ffnlab.nn.residual import PLACEMENTS
 from ffnlab.nn.skip import choose_pairs
 from ffnlab.validate import validate
 
@@ -217,38 +219,41 @@ def test_rope_depends_on_distance_only_and_half_of_it_can_rest():
     assert torch.equal(half(x)[..., still], x[..., still])
 
 
-@pytest.mark.parametrize("carry", ["1.0", "0.9", "learned"])
-@pytest.mark.parametrize("scale", ["1.0", "0.8", "learned", "layerscale"])  # 0.8: E72
+@pytest.mark.parametrize("carry", [1.0, 0.9, "learned"])
+@pytest.mark.parametrize("scale", [1.0, 0.8, "learned", "layerscale"])  # 0.8: E72
 @pytest.mark.parametrize("placement", ["pre", "post", "peri", "out", "none"])
-def test_residual_placements_equal_their_formulas(placement: str, scale: str, carry: str):
-    options = [f"residual.scale={scale}", "residual.scale_init=0.3", f"residual.carry={carry}"]
-    model = make(f"residual={placement}", *options, "model.zero_out=false", "norm=layernorm").eval()
-    block = model.blocks[0]
-    residual, ffn = block["residual"]["ffn"], block["ffn"]
-    starts = {"scale": 0.3, "carry": 1.0}
-    for name, start in starts.items():
-        if isinstance(parameter := getattr(residual, name), torch.nn.Parameter):
-            assert torch.equal(parameter, torch.full_like(parameter, start))
-            torch.nn.init.normal_(parameter)
+def test_residual_placements_equal_their_formulas(placement: str, scale: float | str, carry: float | str):
+    options = {"d_model": 32, "scale": scale, "scale_init": 0.3, "carry": carry, "dropout": 0.0}
+    residual = PLACEMENTS[placement](lambda: LayerNorm(32, gain=True, bias=True, eps=1e-5), **options)
     s, c = residual.scale, residual.carry
     assert getattr(s, "shape", None) == {"learned": (), "layerscale": (32,)}.get(scale)
-    x = torch.randn(2, 24, 32)
+    learned = [(p, start) for p, start in ((s, 0.3), (c, 1.0)) if isinstance(p, torch.nn.Parameter)]
+    for parameter, start in learned:
+        assert torch.equal(parameter, torch.full_like(parameter, start))
+        torch.nn.init.normal_(parameter)
+    x, w = torch.randn(2, 24, 32), torch.randn(32, 32)
+
+    def f(v):
+        return torch.tanh(v @ w)
 
     def norm(v):
         return F.layer_norm(v, (32,), eps=1e-5)
 
     expected = {
-        "pre": lambda: c * x + s * ffn(norm(x)),
-        "post": lambda: norm(c * x + s * ffn(x)),
-        "peri": lambda: c * x + s * norm(ffn(norm(x))),
-        "out": lambda: c * x + s * norm(ffn(x)),
-        "none": lambda: c * x + s * ffn(x),
+        "pre": lambda: c * x + s * f(norm(x)),
+        "post": lambda: norm(c * x + s * f(x)),
+        "peri": lambda: c * x + s * norm(f(norm(x))),
+        "out": lambda: c * x + s * norm(f(x)),
+        "none": lambda: c * x + s * f(x),
     }[placement]()
-    torch.testing.assert_close(residual(x, ffn), expected, atol=1e-5, rtol=1e-5)
-    assert isinstance(model.norm, torch.nn.Identity) == (placement == "post")
-    for parameter in (s, c):
-        if isinstance(parameter, torch.nn.Parameter):
-            assert torch.autograd.grad((residual(x, ffn) * x.roll(1)).sum(), parameter)[0].abs().sum() > 0
+    torch.testing.assert_close(residual(x, f), expected, atol=1e-5, rtol=1e-5)
+    for parameter, _ in learned:
+        assert torch.autograd.grad((residual(x, f) * x.roll(1)).sum(), parameter)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "peri", "out", "none"])
+def test_only_post_norm_has_no_final_norm(placement: str):
+    assert isinstance(make(f"residual={placement}").norm, torch.nn.Identity) == (placement == "post")
 
 
 def test_each_sublayer_can_have_its_own_factors():

@@ -26,7 +26,7 @@ try:
     from omegaconf.errors import OmegaConfBaseException
 
     from ffnlab import explain
-    from ffnlab.errors import UserError, internal, nearest, report
+    from ffnlab.errors import UserError, internal, nearest, plain_warnings, report
 except ModuleNotFoundError as missing:
     sys.exit(
         f"train.py: no module {missing.name!r}. Run `make setup` once, then .venv/bin/python train.py ..."
@@ -56,6 +56,7 @@ def job(cfg: DictConfig) -> float:
 
 def main() -> int:
     """Hand the command line to Hydra, and turn whatever comes out into a message and an exit code."""
+    plain_warnings()
     try:
         attempt(*parse(sys.argv[1:]))
         sys.stdout.flush()

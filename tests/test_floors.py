@@ -20,7 +20,7 @@ SOURCES = sorted(
 )
 
 ZERO = {"nn", "data", "optim", "schedule", "probe", "record", "kernels"}
-ONE = {"train", "evaluate", "device"}
+ONE = {"device", "evaluate", "processes", "stop", "train"}
 CONFIG = {
     "config",
     "validate",

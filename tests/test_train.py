@@ -67,7 +67,7 @@ def test_accumulated_gradient_is_that_of_the_mean_over_all_tokens(split: tuple[i
 
 
 @pytest.mark.parametrize("where", ["mid-run", "at an evaluation", "second epoch"])
-@pytest.mark.parametrize("optim", ["muon", "adamw"])
+@pytest.mark.parametrize("optim", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_resume_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, optim: str):
     overrides = [f"optim={optim}", "skip=unet", "threshold=learned", "model.dropout=0.1", "train.steps=10"]
     if where == "second epoch":

@@ -69,6 +69,9 @@ def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
     """The lines at the end of a run: what came out, what it cost, and what to type next."""
     seconds, probes = info["timings"]["total_s"], info["timings"]["probe_s"]
     rate = info["matrix_rate_flops_per_s"]
+    ceiling = (
+        f"the {rate / 1e9:.0f} GFLOP/s of {info['precision']} matrix products ({info['threads']} threads)"
+    )
     achieved = TRAINING * info["flops_per_token"] * info["timings"]["median_tok_per_s"]
     quality = f"val/loss {final['val/loss']:.4f} nats per token" if "val/loss" in final else "not evaluated"
     if "val/bits_per_byte" in final:
@@ -78,8 +81,7 @@ def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
         f"  {quality} at step {final.get('step', 0)}, {final.get('tokens', 0):,} tokens in {seconds:.0f} s",
         f"  {info['parameters']:,} parameters, {info['flops_per_token']:,} FLOPs per token forward, "
         f"{TRAINING} times that in training",
-        f"  {achieved / 1e9:.1f} GFLOP/s at the median step: {achieved / rate:.0%} of the rate of",
-        f"  {info['precision']} matrix products here ({rate / 1e9:.0f} GFLOP/s on {info['threads']} threads)",
+        f"  {achieved / 1e9:.0f} GFLOP/s at the median step: {achieved / rate:.0%} of {ceiling}",
         f"  probes took {probes:.1f} s: {probes / max(seconds, 1e-9):.1%} of the run",
         "next:",
         f'  ffnlab sample {out} --prompt "My fellow Americans,"',

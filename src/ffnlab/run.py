@@ -1,6 +1,5 @@
 """One run: its directory, its resume, its loop, its status."""
 
-import contextlib
 import dataclasses
 import math
 import signal
@@ -8,25 +7,28 @@ import statistics
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ffnlab.data import cache_dir
 from ffnlab.device import DTYPES, instruction_set, set_threads
 from ffnlab.facts import closing, facts
 from ffnlab.nn.count import TRAINING, count, total
-from ffnlab.nn.rate import cached as matrix_rate
-from ffnlab.nn.threshold import calibrate
+from ffnlab.nn.rate import cached, measure, remember
 from ffnlab.probe import Observation
-from ffnlab.record.checkpoint import load, newest_complete, save, save_weights
+from ffnlab.processes import Processes, processes
+from ffnlab.record.checkpoint import newest_complete, save, save_weights
 from ffnlab.record.console import ConsoleSink
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.neurons import NeuronRecord
 from ffnlab.record.rundir import RunDir, new_name, write_atomic
 from ffnlab.record.sinks import Sinks
 from ffnlab.session import Session
-from ffnlab.train import Diverged, Hooks, Progress, Row, train
+from ffnlab.stop import Stop
+from ffnlab.train import Diverged, Progress, Row, train
 from ffnlab.validate import validate
 
 SAME_RUN = {
@@ -43,23 +45,61 @@ def run(
 ) -> Row:
     """Train what a plain configuration says, in its run directory; returns the final metrics.
 
-    A finished run is not run again. Raises UserError for wrong input, Diverged for a non-finite loss, and
-    SystemExit(130 or 143) after a signal, when everything is saved.
+    A finished run is not run again. Under torchrun the processes share the work and the first one records.
+    Raises UserError for wrong input, Diverged for a non-finite loss, and SystemExit(130 or 143) after a
+    signal, when all is saved.
     """
     validate(cfg)
+    with processes(cfg["train"]["device"]) as these:
+        if these.leads:
+            return lead(cfg, choices, these, at_end)
+        return follow(Session(cfg, these))
+
+
+def lead(
+    cfg: Mapping[str, Any],
+    choices: Mapping[str, Any],
+    these: Processes,
+    at_end: Callable[[Path], list[Path]] | None,
+) -> Row:
+    """The process that owns the run directory."""
     out = Path(cfg["out"] or Path("outputs") / new_name(choices["ffn"], choices["act"], cfg["seed"]))
     session = None
     if not (out / "config.yaml").exists():
-        session = Session(cfg)  # all that can be wrong comes up before a folder is made
+        session = Session(cfg, these)  # all that can be wrong comes up before a folder is made
     grows = choices.get("schedule") == "constant"
     rundir = RunDir.open(out, {**cfg, "out": str(out)}, ignore=SAME_RUN, steps_may_grow=grows)
     try:
         if rundir.state == "done":
+            these.from_leader(None)
             return finished(rundir)
-        session = session or Session(cfg)
-        return Recorded(session, rundir, choices).run(at_end)
+        return Recorded(session or Session(cfg, these), rundir, choices).run(at_end)
     finally:
         rundir.close()
+
+
+def follow(session: Session) -> Row:
+    """The other processes of a run: they compute as the first one does, and record nothing."""
+    start = session.processes.from_leader(None)
+    if start is None:
+        return {}
+    set_threads(start["threads"], None)
+    progress = session.begin(start["checkpoint"])
+    stop = Stop()
+    with stop.listening():
+        train(
+            session.train,
+            session.hooks(
+                evaluate=lambda step: session.validation(),
+                observe=lambda step: {},
+                log=lambda row: None,
+                save=lambda progress: None,
+                stop=stop,
+            ),
+            progress=progress,
+            **session.trained(),
+        )
+    return session.test() if session.data.n_test and stop.signum is None else {}
 
 
 def finished(rundir: RunDir) -> Row:
@@ -81,7 +121,6 @@ class Recorded:
         self.metrics = Metrics(rundir.path / "metrics.jsonl")
         self.neurons = NeuronRecord(rundir.path / "neurons.zarr", session.probe.budget_gib)
         self.sinks = Sinks([ConsoleSink(), session.sink])
-        self.signum: int | None = None
         self.last: Row = {}
         before = rundir.info()
         self.probe_s_before = before.get("timings", {}).get("probe_s", 0.0)
@@ -92,38 +131,25 @@ class Recorded:
                 stacklevel=2,
             )
         self.flops = total(count(session.model, session.data.seq_len).values()).flops_per_token
-        self.rate = matrix_rate(cache_dir(), session.device, DTYPES[session.precision])
+        self.rate = cached(cache_dir(), session.device, DTYPES[session.precision])
         rundir.update(**facts(session, choices, threads, self.flops, self.rate))
         if session.data.tokenizer is not None:
             session.data.tokenizer.save(rundir.path / "tokenizer.json")
 
     def run(self, at_end: Callable[[Path], list[Path]] | None) -> Row:
         """Resume or start, train, and write the end."""
-        s = self.session
-        progress = self.begin()
-        self.sinks.start(
-            {**self.rundir.info(), "path": str(self.rundir.path), "resumed": progress.step > 0}, dict(s.cfg)
-        )
-        hooks = Hooks(
-            batches=s.batches,
-            schedule=s.schedule,
-            precision=s.autocast,
-            evaluate=self.evaluate,
-            observe=self.observe,
-            on_gradients=lambda step: None,
-            log=self.log,
-            save=self.save,
-            save_due=lambda step: step % s.checkpoint.every == 0,
-            stop=lambda: self.signum is not None,
-        )
+        s, stop = self.session, Stop()
+        found = newest_complete(self.rundir.path)
+        s.processes.from_leader({"checkpoint": found, "threads": torch.get_num_threads()})
+        progress = self.begin(found)
         status = "failed"
         try:
-            with self.signals():
-                train(
-                    s.train, hooks, loss=s.loss, parameters=list(s.model.parameters()), optimizer=s.optimizer,
-                    scaler=s.scaler, seed=s.cfg["seed"], progress=progress,
-                )  # fmt: skip
-            status = "interrupted" if self.signum is not None else "done"
+            with stop.listening():
+                hooks = s.hooks(
+                    evaluate=self.evaluate, observe=self.observe, log=self.log, save=self.save, stop=stop
+                )
+                train(s.train, hooks, progress=progress, **s.trained())
+            status = "done" if stop.signum is None else "interrupted"
             if status == "done" and s.data.n_test:
                 self.log({**dataclasses.asdict(progress), **s.test()})
         except Diverged as error:
@@ -138,24 +164,24 @@ class Recorded:
             raise
         finally:
             self.end(status, progress, at_end)
-        if self.signum is not None:
-            name, out = signal.Signals(self.signum).name, self.rundir.path
+        if stop.signum is not None:
+            name, out = signal.Signals(stop.signum).name, self.rundir.path
             print(
                 f"{name} after step {progress.step}; the same command with out={out} goes on", file=sys.stderr
             )
-            raise SystemExit(128 + self.signum)
+            raise SystemExit(128 + stop.signum)
         return self.last
 
-    def begin(self) -> Progress:
-        """The newest complete checkpoint, or a fresh start; the record is cut back to it."""
-        found = newest_complete(self.rundir.path)
-        progress = self.session.restore(*load(found)) if found else Progress()
-        if found is None:
-            windows, _ = self.session.data.probe_tokens(self.session.probe.tokens)
-            calibrate(self.session.model, windows.to(self.session.device))
+    def begin(self, found: Path | None) -> Progress:
+        """A checkpoint, or a fresh start; the record is cut back to it, and the copies start."""
+        progress = self.session.begin(found)
         keep = progress.step if found else -1
         self.metrics.truncate(keep)
         self.neurons.truncate(keep)
+        for row in self.metrics.read():
+            self.last |= row
+        info = {**self.rundir.info(), "path": str(self.rundir.path), "resumed": found is not None}
+        self.sinks.start(info, dict(self.session.cfg))
         return progress
 
     def evaluate(self, step: int) -> Row:
@@ -163,7 +189,7 @@ class Recorded:
         return self.session.validation() | self.record(step, self.session.observer.scan(step))
 
     def observe(self, step: int) -> Row:
-        """What the probes see after update `step`, where one is due; saves the weights where that is asked."""
+        """What the probes see after update `step`, where one is due; saves weights where that is asked."""
         each, observer = self.session.checkpoint.weights_every, self.session.observer
         if each is not None and step % each == 0:
             save_weights(self.rundir.path, step, self.session.model.state_dict())
@@ -205,7 +231,9 @@ class Recorded:
             "probe_s": self.probe_s_before + cost,
             "median_tok_per_s": statistics.median(pace) if pace else 0.0,
         }
-        self.rundir.update(status=status, final=self.last, timings=timings)
+        self.rundir.update(
+            status=status, final=self.last, timings=timings, matrix_rate_flops_per_s=self.ceiling()
+        )
         self.neurons.flush()  # after the status: a full disk must not hide how the run ended
         if status == "done" and at_end is not None:
             for picture in at_end(self.rundir.path):
@@ -214,18 +242,7 @@ class Recorded:
         if status == "done":
             print("\n".join(closing(self.rundir.info(), self.last, self.rundir.path)))
 
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM stop at the next step boundary; a second one stops at once."""
-
-        def on_signal(signum: int, frame: Any) -> None:
-            if self.signum is not None:
-                raise SystemExit(128 + signum)
-            self.signum = signum
-
-        before = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+    def ceiling(self) -> float:
+        """The matrix-product rate, measured again: a machine busy at the start measured too little."""
+        device, dtype = self.session.device, DTYPES[self.session.precision]
+        return remember(cache_dir(), device, dtype, measure(device, dtype, budget_s=0.1))

@@ -3,6 +3,8 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +15,19 @@ from ffnlab.data import Dataset, cache_dir
 from ffnlab.device import autocast, choose_device, choose_precision
 from ffnlab.evaluate import bits_per_byte, evaluate
 from ffnlab.nn.gpt import GPT, run_block_checkpointed
+from ffnlab.nn.threshold import calibrate
 from ffnlab.probe import Observer
-from ffnlab.record.checkpoint import CheckpointSettings
-from ffnlab.train import Progress, Row, TrainConfig
+from ffnlab.processes import Processes
+from ffnlab.record.checkpoint import CheckpointSettings, load
+from ffnlab.stop import Stop
+from ffnlab.train import Hooks, Progress, Row, TrainConfig
 
 
 class Session:
     """The parts of a run, built from its configuration and put on their device."""
 
-    def __init__(self, cfg: Mapping[str, Any]):
-        self.cfg = cfg
+    def __init__(self, cfg: Mapping[str, Any], processes: Processes):
+        self.cfg, self.processes = cfg, processes
         self.train = settings(TrainConfig, cfg["train"], "train")
         self.checkpoint = settings(CheckpointSettings, cfg["checkpoint"], "checkpoint")
         self.probe = build.probe_settings(cfg)
@@ -50,10 +55,42 @@ class Session:
         )
         self.observer.check_budget(scans=self.train.steps // self.train.eval_every + 2)
 
+    def trained(self) -> dict[str, Any]:
+        """What `train` works on."""
+        return {
+            "loss": self.loss,
+            "parameters": list(self.model.parameters()),
+            "optimizer": self.optimizer,
+            "scaler": self.scaler,
+            "seed": self.cfg["seed"],
+        }
+
+    def hooks(self, *, stop: Stop, **recording: Any) -> Hooks:
+        """What `train` calls; `recording` are the calls in which the process that records differs."""
+        return Hooks(
+            batches=self.batches,
+            schedule=self.schedule,
+            precision=self.autocast,
+            on_gradients=lambda step: None,
+            save_due=lambda step: step % self.checkpoint.every == 0,
+            stop=lambda: self.processes.any(stop.signum is not None),
+            add_up=self.processes.add_up,
+            **recording,
+        )
+
+    def begin(self, checkpoint: Path | None) -> Progress:
+        """Go on from a checkpoint, or start: thresholds with an `active_frac` are set on the probe batch."""
+        if checkpoint is not None:
+            return self.restore(*load(checkpoint))
+        windows, _ = self.data.probe_tokens(self.probe.tokens)
+        calibrate(self.model, windows.to(self.device))
+        return Progress()
+
     def batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The micro-batches of update `step`, on the device."""
-        n, size = self.train.grad_accum, self.train.batch_size
-        pairs = (self.data.batch(step, size, micro=m, grad_accum=n) for m in range(n))
+        n, size, these = self.train.grad_accum, self.train.batch_size, self.processes
+        part = {"grad_accum": n, "rank": these.rank, "world": these.size}
+        pairs = (self.data.batch(step, size, micro=m, **part) for m in range(n))
         return [(x.to(self.device), y.to(self.device)) for x, y in pairs]
 
     def validation(self) -> Row:
@@ -71,11 +108,11 @@ class Session:
 
     def mean_loss(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Nats per token in eval mode."""
+        mine = islice(batches, self.processes.rank, None, self.processes.size)
         self.model.eval()
         try:
-            return evaluate(
-                self.loss, ((x.to(self.device), y.to(self.device)) for x, y in batches), self.autocast
-            )
+            here = ((x.to(self.device), y.to(self.device)) for x, y in mine)
+            return evaluate(self.loss, here, self.autocast, self.processes.add_up)
         finally:
             self.model.train()
 

@@ -61,6 +61,7 @@ class Hooks:
     save: Callable[[Progress], None]  # after update k, when `save_due`, on a stop and at the end
     save_due: Callable[[int], bool]
     stop: Callable[[], bool]  # asked at every step boundary
+    add_up: Callable[[Sequence[Tensor]], None]  # sum tensors over processes; nothing to do for one
 
 
 class Clock:
@@ -101,18 +102,22 @@ def gradients(
     micro: Sequence[Batch],
     precision: Callable[[], AbstractContextManager],
     scaler: Any,
+    add_up: Callable[[Sequence[Tensor]], None] = lambda tensors: None,
 ) -> tuple[float, int]:
-    """Accumulate the gradient of the mean loss over all counted targets of the micro-batches; (that mean,
-    how many).
+    """Accumulate this process's part of the gradient of the mean loss over all counted targets.
+
+    Returns that mean and how many targets there are, of all processes: `add_up` sums tensors over them.
     """
-    count = sum(int((y >= 0).sum()) for _, y in micro)
-    total = torch.zeros((), device=micro[0][0].device)
+    count = torch.stack([(y >= 0).sum() for _, y in micro]).sum()
+    add_up([count])
+    total = torch.zeros((), device=count.device)
     for x, y in micro:
         with precision():
             part = loss(x, y) / count
         scaler.scale(part).backward()
         total += part.detach()
-    return float(total), count
+    add_up([total])
+    return float(total), int(count)
 
 
 def grad_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> float:
@@ -154,11 +159,10 @@ def train(
         clock = Clock()
     while progress.step < cfg.steps:
         step = progress.step + 1
-        torch.manual_seed(
-            seed * 1_000_003 + step
-        )  # dropout is a function of (seed, step): a resume needs no random state
+        torch.manual_seed(seed * 1_000_003 + step)  # dropout by (seed, step): a resume needs no random state
         optimizer.set_factor(factor := hooks.schedule(step))
-        mean, count = gradients(loss, hooks.batches(step), hooks.precision, scaler)
+        mean, count = gradients(loss, hooks.batches(step), hooks.precision, scaler, hooks.add_up)
+        hooks.add_up([p.grad for p in parameters if p.grad is not None])
         if not math.isfinite(mean):
             raise Diverged(f"step {step}: the loss is {mean}")
         for inner in optimizer.optimizers:

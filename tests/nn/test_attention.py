@@ -10,7 +10,7 @@ from torch import nn
 
 from ffnlab import build
 from ffnlab.errors import UserError
-from ffnlab.nn.attention import Causal, band
+from ffnlab.nn.attention import Causal, attend, band
 from ffnlab.nn.gpt import Context
 from ffnlab.nn.init import draw
 from ffnlab.validate import validate
@@ -75,6 +75,24 @@ def test_shared_keys_are_repeated_keys(window: int | None):
     ]
     torch.testing.assert_close(grads[0][0], grads[1][0])
     torch.testing.assert_close(grads[0][1].view(2, 8, 32), grads[1][1].view(2, 2, 8, 32).sum(1))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_plain_bf16_attention_equals_the_fused_kernel(scale: float | None, window: int | None, groups: int):
+    """Both paths against float64, forward and backward."""
+    q, k, v = torch.randn(3, 2, 4, 40, 16, generator=torch.Generator().manual_seed(5))
+    k, v = k[:, :groups], v[:, :groups]
+    mask = None if window is None else band(40, window)
+    results = {}
+    for dtype in (torch.float64, torch.bfloat16):
+        leaves = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
+        out = attend(*leaves, mask, scale, 0.0)
+        out.square().sum().backward()
+        results[dtype] = [t.double() for t in (out.detach(), *(leaf.grad for leaf in leaves))]
+    for exact, got in zip(*results.values(), strict=True):
+        assert (got - exact).abs().max() < 0.02 * exact.abs().max()
 
 
 def test_long_layers_and_short_inputs_have_no_window():

@@ -14,6 +14,7 @@ from ffnlab.errors import UserError
 from ffnlab.nn.norm import rms_norm
 from ffnlab.nn.position import POSITIONS, Rope
 
+PLAIN_UP_TO = 512  # window up to which `attend` multiplies plainly in bf16 on a CPU
 GATE_INPUTS = 12  # dimensions of the stream that a head's gate reads
 
 
@@ -80,16 +81,8 @@ class Causal(nn.Module):
         if self.qk_norm:
             q, k = rms_norm(q, 1e-6), rms_norm(k, 1e-6)
         q, k = self.rotate(q), self.rotate(k)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v.to(q.dtype),
-            attn_mask=None if self.mask is None else self.mask[: x.shape[1], : x.shape[1]],
-            is_causal=self.mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            enable_gqa=self.n_kv_heads != self.n_heads,
-        )
+        mask = None if self.mask is None else self.mask[: x.shape[1], : x.shape[1]]
+        y = attend(q, k, v.to(q.dtype), mask, self.scale, self.dropout if self.training else 0.0)
         if self.gate_w is not None:
             gate = torch.sigmoid(x[..., : self.gate_w.shape[1]] @ self.gate_w.T)  # (B, T, H)
             y = y * gate.transpose(1, 2).unsqueeze(-1)
@@ -103,6 +96,35 @@ class Causal(nn.Module):
 def band(seq_len: int, window: int) -> Bool[Tensor, "T T"]:
     """True where the position of the row sees that of the column: itself and the window - 1 before it."""
     return torch.ones(seq_len, seq_len, dtype=torch.bool).tril().triu(1 - window)
+
+
+def attend(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B G T K"],
+    v: Float[Tensor, "B G T K"],
+    mask: Bool[Tensor, "T T"] | None,
+    scale: float | None,
+    dropout: float,
+) -> Float[Tensor, "B H T K"]:
+    """softmax(scale q k^T) v over what `mask` lets a row see; mask None is causal, scale None is 1/sqrt(K).
+
+    The same numbers on every path, up to rounding: PyTorch's fused kernel, except in bf16 on a CPU at short
+    windows. There plain batched products take, forward and backward on one core, 6 ms instead of 20 at
+    T = 128, 14 instead of 22 at 256, 24 instead of 36 at 512; from 1024 on they lose.
+    """
+    T, shared = q.shape[-2], q.shape[1] // k.shape[1]
+    short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= PLAIN_UP_TO
+    if not short or dropout:
+        causal, grouped = mask is None, shared > 1
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        )
+    if shared > 1:
+        k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    unseen = torch.full((T, T), -torch.inf, dtype=q.dtype)
+    unseen = unseen.triu(1) if mask is None else unseen.masked_fill(mask, 0.0)
+    scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.mT + unseen
+    return scores.softmax(-1) @ v
 
 
 def check(d_model: int, n_heads: int, n_kv_heads: int, position: str) -> None:

@@ -152,7 +152,9 @@ def ffn_maker(cfg: Config, sizes: ModelSettings) -> Callable[[], FFN]:
     act = act_part(cfg)
     threshold = factory(cfg["threshold"], "threshold", packages=packages(cfg))()
     if getattr(act.func, "shift_invariant", False) and getattr(threshold, "scope", "neuron") != "neuron":
-        warnings.warn("act sees differences only: a threshold of all neurons does nothing", stacklevel=2)
+        warnings.warn(
+            "act ignores a threshold that all neurons share: give threshold.scope=neuron", stacklevel=2
+        )
     d_ff = node["d_ff"]
     if d_ff is None:
         bare = partial(make, make_act=lambda width: act(d_ff=width))

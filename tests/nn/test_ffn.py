@@ -243,7 +243,7 @@ def test_numpy_forward(make_ffn):
 
 def test_a_threshold_that_cannot_matter_is_said():
     cfg, _ = compose(["act=quantile", "threshold=learned"])
-    with pytest.warns(UserWarning, match="does nothing"):
+    with pytest.warns(UserWarning, match="ignores a threshold"):
         build.ffn_maker(cfg, settings(ModelSettings, cfg["model"], "model"))()
     for quiet in (["act=quantile"], ["act=quantile", "threshold=learned", "threshold.scope=neuron"]):
         cfg, _ = compose(quiet)

@@ -90,15 +90,17 @@ def ends_in_norm(cfg: Config, sizes: ModelSettings) -> bool:
 def blocks(cfg: Config, sizes: ModelSettings) -> list[Block]:
     """One Block per layer."""
     norms = {"attn": "norm", "ffn": "norm_ffn"}
-    scales = {"attn": "scale", "ffn": "ffn_scale"}
+    prefix = {"attn": "", "ffn": "ffn_"}
     make_ffn = ffn_maker(cfg, sizes)
     make_attn = attention_maker(cfg, sizes)
     make = {"attn": make_attn, "ffn": lambda layer: make_ffn()}
 
     def residual(role: str) -> Residual:
         norm = partial(factory(cfg[norms[role]], norms[role], packages=packages(cfg)), sizes.d_model)
-        placement = PLACEMENTS[cfg["residual"][role]]
-        return placement(norm, scale=cfg["residual"][scales[role]], dropout=sizes.dropout)
+        node = cfg["residual"]
+        own = {key: node[prefix[role] + key] for key in ("scale", "carry")}
+        shared = {"scale_init": node["scale_init"], "d_model": sizes.d_model, "dropout": sizes.dropout}
+        return PLACEMENTS[node[role]](norm, **own, **shared)
 
     return [
         Block(
@@ -138,7 +140,7 @@ def ffn_part(cfg: Config) -> Callable[..., FFN]:
     return factory(own, "ffn", ("d_model", "d_ff", "make_act", "bias", "dropout"), packages(cfg))
 
 
-def act_part(cfg: Config) -> Callable[..., nn.Module]:
+def act_part(cfg: Config) -> partial[nn.Module]:
     """The activation class with its own options."""
     return factory(cfg["act"], "act", ("d_ff",), packages(cfg))
 
@@ -150,6 +152,10 @@ def ffn_maker(cfg: Config, sizes: ModelSettings) -> Callable[[], FFN]:
     make = partial(ffn_part(cfg), d_model=sizes.d_model, bias=bias, dropout=float(node["dropout"]))
     act = act_part(cfg)
     threshold = factory(cfg["threshold"], "threshold", packages=packages(cfg))()
+    if getattr(act.func, "shift_invariant", False) and getattr(threshold, "scope", "neuron") != "neuron":
+        warnings.warn(
+            "act ignores a threshold that all neurons share: give threshold.scope=neuron", stacklevel=2
+        )
     d_ff = node["d_ff"]
     if d_ff is None:
         bare = partial(make, make_act=lambda width: act(d_ff=width))
@@ -180,8 +186,9 @@ def stream_parts(cfg: Config, sizes: ModelSettings, padded_vocab: int) -> dict[s
     if sizes.dropout:
         parts["embed_dropout"] = EmbedDropout(sizes.dropout)
     if sizes.value_embeddings:
+        d_value = sizes.d_model // sizes.n_heads * (cfg["attention"].get("n_kv_heads") or sizes.n_heads)
         parts["value_embeddings"] = ValueEmbeddings(
-            tables=sizes.value_embeddings, vocab_size=padded_vocab, d_model=sizes.d_model
+            tables=sizes.value_embeddings, vocab_size=padded_vocab, d_value=d_value
         )
     for name, node in {"skip": cfg["skip"], **cfg["stream"]}.items():
         path = name if name == "skip" else f"stream.{name}"

@@ -11,7 +11,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,9 @@ def compose(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def own_plugins(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration, if the packages whose code it may run are named on the command line, not by a file."""
+    """The configuration, if packages whose code it may run are named on the command line, not by a file."""
     if cfg.get("plugins") and not any(line.lstrip("+").startswith("plugins=") for line in overrides):
-        raise UserError(
-            f"plugins={cfg['plugins']} comes from a file: name the packages that may run code on the command line"
-        )
+        raise UserError(f"plugins={cfg['plugins']} comes from a file: name such packages on the command line")
     return cfg
 
 
@@ -119,7 +117,7 @@ def locate(target: str, packages: Sequence[str] = ("ffnlab",)) -> type:
 
 def factory(
     node: Any, path: str, given: Sequence[str] = (), packages: Sequence[str] = ("ffnlab",)
-) -> Callable[..., Any]:
+) -> functools.partial[Any]:
     """`functools.partial(cls, **options)` of a part; `given` are the arguments that the caller adds when it
     calls it.
     """

@@ -13,17 +13,25 @@ from torch import Tensor, nn
 from ffnlab.errors import UserError
 
 ROLES = ("ffn", "attention", "embedding", "head", "threshold", "gate", "norm")
-GATES = (".value_lambdas", ".gate_w", ".scale")
+GATES = (".value_lambdas", ".gate_w", ".scale", ".carry")
 
 
 def role_of(name: str) -> str:
-    """The role of a parameter, from its name alone (build.py's names, DESIGN 5)."""
+    """The role of a parameter, from its name alone (build.py's names, DESIGN 5).
+
+    What an activation learns about its own shape (C, a slope, a beta) is a `threshold`; its norm is a norm. A
+    matrix of a skip is an `ffn` matrix: it maps the stream into the stream, and Muon is for such.
+    """
     if name.endswith(".threshold"):
         return "threshold"
+    if ".act." in name:
+        return "norm" if ".norm." in name else "threshold"
     if name.startswith(("embed.", "parts.position.", "parts.value_embeddings.")):
         return "embedding"
     if name.startswith("head."):
         return "head"
+    if name.startswith("parts.skip.join_"):
+        return "ffn"
     if name.startswith("parts.") or name.endswith(GATES):
         return "gate"
     if ".attn." in name.replace(".residual.attn.", "."):

@@ -189,8 +189,8 @@ def check_same_run(session: Session, before: Mapping[str, Any]) -> None:
         )
     if size is not None and size != session.processes.size:
         problems.append(
-            f"this run was begun with {size} processes and is resumed with {session.processes.size}, which would "
-            f"change its batches: use torchrun --nproc_per_node={size}"
+            f"this run was begun with {size} processes; {session.processes.size} would change its batches: "
+            f"use torchrun --nproc_per_node={size}"
         )
     if problems:
         raise UserError(*problems)

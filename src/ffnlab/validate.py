@@ -23,7 +23,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "data": {"seed": int, "val_frac": float, "test_frac": float},
 }
 SCALARS = {"seed": int, "out": str | None, "study": str | None, "arm": str | None, "plugins": list[str]}
-RESIDUAL = {"attn": str, "ffn": str, "scale": float | str, "ffn_scale": float | str}
+RESIDUAL = {"attn": str, "ffn": str, "scale_init": float}
+RESIDUAL |= dict.fromkeys(("scale", "ffn_scale", "carry", "ffn_carry"), float | str)
 TOP = (
     *GROUPS,
     "seed",
@@ -75,13 +76,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "attention.scale": (1e-6, 1e3),
     "attention.rope_base": (1, 1e12),
     "attention.rope_frac": (0, 1),
+    "attention.n_kv_heads": (1, 10**4),
+    "attention.window": (1, 2**20),
     "norm.eps": (0, 1),
     "norm_ffn.eps": (0, 1),
 }
 # `fit` builds these parts, so it waits until each of them is well-formed.
 FIT_NEEDS = ("model", "attention", "ffn", "act", "threshold", "skip", "stream", "residual", "norm", "data")
 FIT_NEEDS += ("tokenizer", "logger", "unknown key", "_target_")
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str | None, ...]] = {
     "model.order": ("attn_ffn", "ffn_attn"),
     "optim.ns_precision": ("auto", "bf16", "fp32", None),
     "model.init": SCHEMES,
@@ -101,7 +104,7 @@ def validate(cfg: Mapping[str, Any]) -> None:
             line for path, bounds in RANGES.items() for line in outside(path, find(cfg, path), bounds)
         ]
         problems += [
-            f"{path}={find(cfg, path)!r}: expected one of {', '.join(names)}"
+            f"{path}={find(cfg, path)!r}: expected one of {', '.join(filter(None, names))}"
             for path, names in CHOICES.items()
             if find(cfg, path) not in names
         ]
@@ -146,6 +149,7 @@ def fit(cfg: Mapping[str, Any]) -> list[str]:
     layers = {
         "model.drop_attn": model["drop_attn"],
         "model.drop_ffn": model["drop_ffn"],
+        "attention.long_layers": find(cfg, "attention.long_layers") or [],
         "model.value_embeddings": [layer for table in model["value_embeddings"] for layer in table],
     }
     problems = [
@@ -154,9 +158,10 @@ def fit(cfg: Mapping[str, Any]) -> list[str]:
         for layer in named
         if not 0 <= layer < model["n_layers"]
     ]
-    for key in ("scale", "ffn_scale"):
-        if isinstance(cfg["residual"][key], str) and cfg["residual"][key] != "learned":
-            problems.append(f"residual.{key}={cfg['residual'][key]!r}: expected a number or learned")
+    for key in RESIDUAL:
+        kinds = {"scale": ("learned", "layerscale"), "carry": ("learned",)}.get(key.removeprefix("ffn_"), ())
+        if kinds and isinstance(given := cfg["residual"][key], str) and given not in kinds:
+            problems.append(f"residual.{key}={given!r}: expected a number or {' or '.join(kinds)}")
     if cfg["data"]["val_frac"] + cfg["data"]["test_frac"] >= 1:
         problems.append(
             "data.val_frac + data.test_frac: expected less than 1, so that text is left to train on"

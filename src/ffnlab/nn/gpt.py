@@ -44,7 +44,7 @@ class Context:
     tokens: Int[Tensor, "B T"]
     x0: Tensor | None = None  # the stream that enters block 0
     saved: dict[int, Tensor] = field(default_factory=dict)  # streams that a later part reads, by block
-    values: dict[int, Tensor] = field(default_factory=dict)  # value embeddings (B T D), by block
+    values: dict[int, Tensor] = field(default_factory=dict)  # value embeddings, as wide as v, by block
 
 
 class Block(nn.ModuleDict):

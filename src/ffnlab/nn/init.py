@@ -7,6 +7,7 @@ between them.
 
 import hashlib
 import math
+import re
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ffnlab.errors import UserError
 from ffnlab.nn.head import Head
 
 SCHEMES = ("uniform", "normal", "he", "xavier", "gpt2")
-OUTPUTS = (".down", ".attn.out")  # projections back into the stream
+OUTPUTS = re.compile(r".*(\.down|\.attn\.out|\.skip\.join_\w+)")  # projections back into the stream
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -62,7 +63,7 @@ def initialise(model: nn.Module, *, seed: int, scheme: str, zero_out: bool, n_la
             sd = embedding_sd(scheme, module.embedding_dim, tied=id(module.weight) in heads)
             module.weight.copy_(torch.empty(module.weight.shape).normal_(0, sd, generator=rng))
         elif isinstance(module, nn.Linear) and id(module.weight) not in embeddings:
-            output = name.endswith(OUTPUTS)
+            output = OUTPUTS.fullmatch(name) is not None
             if zero_out and (output or isinstance(module, Head)):
                 module.weight.zero_()
             else:

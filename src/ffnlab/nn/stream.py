@@ -108,13 +108,13 @@ class Smear(StreamPart):
 
 class ValueEmbeddings(StreamPart):
     """Tables of value embeddings: block i reads table k where i stands in `tables[k]`; its attention mixes
-    them into v.
+    them into v, whose width is `d_value`.
     """
 
-    def __init__(self, *, tables: list[list[int]], vocab_size: int, d_model: int):
+    def __init__(self, *, tables: list[list[int]], vocab_size: int, d_value: int):
         super().__init__()
         self.table_of = {layer: k for k, layers in enumerate(tables) for layer in layers}
-        self.tables = nn.ModuleList(nn.Embedding(vocab_size, d_model) for _ in tables)
+        self.tables = nn.ModuleList(nn.Embedding(vocab_size, d_value) for _ in tables)
 
     def before(self, i: int, x: Tensor, ctx: Any) -> Tensor:
         if i in self.table_of:

@@ -76,6 +76,11 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     return typing.cast(dict[str, Any], out)
 
 
+def packages(cfg: Mapping[str, Any]) -> Sequence[str]:
+    """Where classes of parts may come from: ffnlab and what the command line names."""
+    return ("ffnlab", *cfg["plugins"])
+
+
 def locate(target: str, packages: Sequence[str] = ("ffnlab",)) -> type:
     """The class that `target` names: it must be defined in the module that the name says, inside one of
     `packages`.

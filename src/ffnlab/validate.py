@@ -9,17 +9,20 @@ from typing import Any
 import torch
 
 from ffnlab import build
-from ffnlab.config import GROUPS, check, factory, settings, unknown_key
+from ffnlab.config import GROUPS, check, factory, packages, settings, unknown_key
 from ffnlab.errors import UserError
-from ffnlab.nn.gpt import ModelSettings
+from ffnlab.layers import FFN_MATRICES, SHARED_FFN, act_part, ffn_maker, ffn_part, matrices
+from ffnlab.nn.ffn.width import MATCHES
+from ffnlab.nn.gpt import ORDERS, ModelSettings
 from ffnlab.nn.init import SCHEMES
 from ffnlab.nn.residual import PLACEMENTS
+from ffnlab.nn.share import SHARES
 from ffnlab.record.checkpoint import CheckpointSettings
 from ffnlab.train import TrainConfig
 
 # Keys that every choice of a group has; build.py reads them itself.
 SHARED: dict[str, dict[str, Any]] = {
-    "ffn": {"expansion": float, "match": str, "d_ff": int | None, "bias": bool | list[str], "dropout": float},
+    "ffn": SHARED_FFN,
     "data": {"seed": int, "val_frac": float, "test_frac": float},
 }
 SCALARS = {"seed": int, "out": str | None, "study": str | None, "arm": str | None, "plugins": list[str]}
@@ -60,6 +63,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.pad_vocab_to": (1, 2**20),
     "model.dropout": (0, 0.999),
     "ffn.expansion": (0.25, 16),
+    "ffn.expansion_by_layer": (0.25, 16),
     "ffn.d_ff": (1, 2**24),
     "ffn.dropout": (0, 0.999),
     "optim.lr": (0, 1e6),
@@ -81,9 +85,10 @@ RANGES: dict[str, tuple[float, float]] = {
 FIT_NEEDS = ("model", "attention", "ffn", "act", "threshold", "skip", "stream", "residual", "norm", "data")
 FIT_NEEDS += ("tokenizer", "logger", "unknown key", "_target_")
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model.order": ("attn_ffn", "ffn_attn"),
+    "model.order": tuple(ORDERS),
     "model.init": SCHEMES,
-    "ffn.match": ("params", "flops", "width"),
+    "ffn.match": MATCHES,
+    "ffn.share": SHARES,
     "residual.attn": tuple(PLACEMENTS),
     "residual.ffn": tuple(PLACEMENTS),
 }
@@ -113,7 +118,7 @@ def structure(cfg: Mapping[str, Any]) -> list[str]:
     """Unknown or missing keys, wrong types, things that are not parts."""
 
     def part(node: Any, path: str, *given: str) -> Callable[[], Any]:
-        return lambda: factory(node, path, given, build.packages(cfg))
+        return lambda: factory(node, path, given, packages(cfg))
 
     sizes = ("d_model", "n_layers")
     alike = ("tokenizer", "optim", "norm", "norm_ffn", "threshold", "logger")
@@ -132,8 +137,8 @@ def structure(cfg: Mapping[str, Any]) -> list[str]:
         part(cfg["skip"], "skip", *sizes),
         *(part(node, f"stream.{name}", *sizes) for name, node in mapping(cfg, "stream").items()),
         lambda: build.attention_part(cfg),
-        lambda: build.ffn_part(cfg),
-        lambda: build.act_part(cfg),
+        lambda: ffn_part(cfg),
+        lambda: act_part(cfg),
     ]
     return [line for call in calls for line in problems_of(call)]
 
@@ -155,6 +160,11 @@ def fit(cfg: Mapping[str, Any]) -> list[str]:
     for key in ("scale", "ffn_scale"):
         if isinstance(cfg["residual"][key], str) and cfg["residual"][key] != "learned":
             problems.append(f"residual.{key}={cfg['residual'][key]!r}: expected a number or learned")
+    if model["order"] == "parallel" and "post" in (cfg["residual"]["attn"], cfg["residual"]["ffn"]):
+        problems.append(
+            "model.order=parallel with residual=post: a post-norm replaces the stream, which parallel "
+            "sublayers share; expected pre, peri, out or none"
+        )
     if cfg["data"]["val_frac"] + cfg["data"]["test_frac"] >= 1:
         problems.append(
             "data.val_frac + data.test_frac: expected less than 1, so that text is left to train on"
@@ -176,9 +186,9 @@ def trials(cfg: Mapping[str, Any]) -> list[Callable[[], Any]]:
         return tried
 
     return [
-        lambda: build.matrices(cfg["ffn"]["bias"], build.FFN_MATRICES, "ffn.bias"),
+        lambda: matrices(cfg["ffn"]["bias"], FFN_MATRICES, "ffn.bias"),
         on_meta(lambda: build.attention_maker(cfg, sizes)(0)),
-        on_meta(lambda: build.ffn_maker(cfg, sizes)()),
+        on_meta(lambda: ffn_maker(cfg, sizes)(0)),
         on_meta(lambda: build.stream_parts(cfg, sizes, sizes.pad_vocab_to)),
         lambda: build.source(cfg),
         lambda: build.tokenizer(cfg),

@@ -15,6 +15,13 @@ from torch import Tensor, nn
 from ffnlab.nn.head import Head
 from ffnlab.nn.residual import Residual
 
+# model.order -> the sublayers of a block, in the order in which they stand in it
+ORDERS = {
+    "attn_ffn": ("attn", "ffn", "ffn_extra"),
+    "ffn_attn": ("ffn", "ffn_extra", "attn"),
+    "parallel": ("attn", "ffn", "ffn_extra"),
+}
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -48,8 +55,8 @@ class Context:
 
 
 class Block(nn.ModuleDict):
-    """Sublayers by role (`attn`, `ffn`), run in the order of `roles`, each joined to the stream by its
-    residual.
+    """Sublayers by role (`attn`, `ffn`, `ffn_extra`), run in the order of `roles`, each joined to the stream
+    by its residual.
     """
 
     def __init__(self, sublayers: dict[str, nn.Module], residual: dict[str, Residual]):
@@ -67,6 +74,18 @@ class Block(nn.ModuleDict):
         embeddings).
         """
         return partial(self[role], ctx=ctx) if role == "attn" else self[role]
+
+
+class ParallelBlock(Block):
+    """x + s_a attn(norm_a x) + s_f ffn(norm_f x): all sublayers read the same stream (PaLM, arXiv 2204.02311,
+    section 2). Each keeps its norm and its scale; under a norm without parameters that is the papers' shared
+    norm.
+    """
+
+    def forward(self, x: Float[Tensor, "B T D"], ctx: Context) -> Float[Tensor, "B T D"]:
+        residual: Any = self["residual"]
+        branches = [residual[role].branch(x, self.branch(role, ctx)) for role in self.roles]
+        return sum(branches, x)
 
 
 def run_block(block: Block, x: Tensor, ctx: Context) -> Tensor:

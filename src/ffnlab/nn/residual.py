@@ -24,8 +24,12 @@ class Residual(nn.Module):
         branch = self.drop(branch)
         return branch if isinstance(self.scale, float) and self.scale == 1.0 else self.scale * branch
 
+    def branch(self, x: Tensor, f: Branch) -> Tensor:
+        """What the sublayer adds to the stream."""
+        return self.scaled(f(x))
+
     def forward(self, x: Tensor, f: Branch) -> Tensor:
-        return x + self.scaled(f(x))
+        return x + self.branch(x, f)
 
 
 class PreNorm(Residual):
@@ -35,12 +39,15 @@ class PreNorm(Residual):
         super().__init__(norm, scale=scale, dropout=dropout)
         self.norm = norm()
 
-    def forward(self, x: Tensor, f: Branch) -> Tensor:
-        return x + self.scaled(f(self.norm(x)))
+    def branch(self, x: Tensor, f: Branch) -> Tensor:
+        return self.scaled(f(self.norm(x)))
 
 
 class PostNorm(PreNorm):
-    """norm(x + s f(x)): Vaswani et al. 2017, arXiv 1706.03762. The network then has no final norm."""
+    """norm(x + s f(x)): Vaswani et al. 2017, arXiv 1706.03762. The network then has no final norm.
+
+    It adds nothing to the stream but replaces it, so it has no place in a block of parallel sublayers.
+    """
 
     def forward(self, x: Tensor, f: Branch) -> Tensor:
         return self.norm(x + self.scaled(f(x)))
@@ -49,8 +56,8 @@ class PostNorm(PreNorm):
 class OutNorm(PreNorm):
     """x + s norm(f(x)): the reordered norm of OLMo 2, arXiv 2501.00656."""
 
-    def forward(self, x: Tensor, f: Branch) -> Tensor:
-        return x + self.scaled(self.norm(f(x)))
+    def branch(self, x: Tensor, f: Branch) -> Tensor:
+        return self.scaled(self.norm(f(x)))
 
 
 class PeriNorm(PreNorm):
@@ -60,8 +67,8 @@ class PeriNorm(PreNorm):
         super().__init__(norm, scale=scale, dropout=dropout)
         self.norm_out = norm()
 
-    def forward(self, x: Tensor, f: Branch) -> Tensor:
-        return x + self.scaled(self.norm_out(f(self.norm(x))))
+    def branch(self, x: Tensor, f: Branch) -> Tensor:
+        return self.scaled(self.norm_out(f(self.norm(x))))
 
 
 PLACEMENTS: dict[str, type[Residual]] = {

@@ -5,15 +5,43 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ffnlab.nn.count import flops
 
-class FFN(nn.Module):
+
+class FeedForward(nn.Module):
+    """What the rest of ffnlab sees of a variant: (..., D) -> (..., D), and what it costs.
+
+    Most variants are an `FFN`; one that is made of several (experts, small FFNs) is made of `FFN`s, so that
+    probes, counters and optimizers find `up`, `act` and `down` in it under the names that they know.
+    """
+
+    d_model: int
+    d_ff: int
+
+    def flops_per_token(self) -> int:
+        """Forward floating-point operations of the matrix products that a token meets: 2 * in * out each."""
+        return flops(self)
+
+    def matched_parameters(self) -> int:
+        """The parameters that `ffn.match=params` makes equal to the plain MLP's.
+
+        Those of the activation (thresholds) are left out: the plain MLP has them as well.
+        """
+        own = (p for name, p in self.named_parameters() if "act" not in name.split("."))
+        return sum(p.numel() for p in own)
+
+
+class FFN(FeedForward):
     """y = down(dropout(hidden(x))): a variant says what `hidden` is.
 
     The split in `hidden` and `down` is the seam where a sparse kernel steps in. `make_act(d_ff)` builds this
     layer's own activation (with its threshold), so that no state is shared between layers by accident.
     `bias` names the matrices that have one; names of matrices that a variant lacks are ignored, so that
-    "all of them" can be said for every variant alike.
+    "all of them" can be said for every variant alike. d_ff counts the neurons: what `act` maps.
     """
+
+    up: nn.Module
+    down: nn.Module
 
     def __init__(
         self,
@@ -37,10 +65,6 @@ class FFN(nn.Module):
 
     def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
         return self.down(self.dropout(self.hidden(x)))
-
-    def flops_per_token(self) -> int:
-        """Forward floating-point operations of the matrix products, per token: 2 * in * out each."""
-        return sum(2 * m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
 
 
 class GatedFFN(FFN):

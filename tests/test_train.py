@@ -181,3 +181,33 @@ def test_weights_snapshots_stay(tmp_path: Path):
     start(tmp_path / "run", "train.steps=5", "checkpoint.weights_every=2", "checkpoint.keep_last=1")
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["step-000005", *(f"weights-{k:06d}.safetensors" for k in (0, 2, 4))]
+
+
+ROUTED = [
+    "ffn=moe",
+    "ffn.extra=true",
+    "ffn.share=down",
+    "ffn.l1=0.01",
+    "ffn.l1_warmup=8",
+    "threshold=learned",
+]
+
+
+def test_experts_and_a_warming_l1_resume_bit_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    overrides = [*ROUTED, "train.steps=8", "model.dropout=0.1"]
+    start(tmp_path / "whole", *overrides)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "killed", *overrides)
+    start(tmp_path / "killed", *overrides)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
+    a, b = (load(tmp_path / run / "checkpoints/step-000008")[0] for run in ("whole", "killed"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_probes_of_experts_leave_training_bit_identical(tmp_path: Path):
+    start(tmp_path / "with", "train.steps=4", "probe.every=1", *ROUTED)
+    start(tmp_path / "without", "train.steps=4", "probe=[]", *ROUTED)
+    a, b = (load(tmp_path / run / "checkpoints/step-000004")[0] for run in ("with", "without"))
+    assert all(torch.equal(a[name], b[name]) for name in a)

@@ -15,6 +15,7 @@ from ffnlab.nn.absent import Absent
 from ffnlab.nn.gpt import GPT, ORDERS, Block, ModelSettings, ParallelBlock
 from ffnlab.nn.head import Head
 from ffnlab.nn.init import initialise
+from ffnlab.nn.l1 import L1
 from ffnlab.nn.position import ADDED_POSITIONS
 from ffnlab.nn.residual import PLACEMENTS, Residual
 from ffnlab.nn.share import share_ffns
@@ -189,6 +190,13 @@ def optimizer(cfg: Config, gpt: GPT) -> Any:
 def schedule(cfg: Config) -> Callable[[int], float]:
     """step -> factor on the learning rate."""
     return factory(cfg["schedule"], "schedule", ("steps",), packages(cfg))(steps=cfg["train"]["steps"])
+
+
+def regulariser(cfg: Config, gpt: GPT) -> Callable[[int], None]:
+    """To be called before every update with its number: sets the coefficient of `ffn.l1`."""
+    if cfg["ffn"]["l1"] == 0:
+        return lambda update: None
+    return L1(gpt, coefficient=float(cfg["ffn"]["l1"]), warmup=cfg["ffn"]["l1_warmup"])
 
 
 def probe_settings(cfg: Config) -> ProbeSettings:

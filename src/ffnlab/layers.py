@@ -26,6 +26,8 @@ SHARED_FFN: dict[str, Any] = {
     "dropout": float,
     "share": str,
     "extra": bool,
+    "l1": float,
+    "l1_warmup": int,
 }
 
 

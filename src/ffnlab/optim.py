@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ffnlab.errors import UserError
 
 ROLES = ("ffn", "attention", "embedding", "head", "threshold", "gate", "norm")
-GATES = (".value_lambdas", ".gate_w", ".scale")
+GATES = (".value_lambdas", ".gate_w", ".scale", ".router.weight", ".controller.weight", ".controller.bias")
 
 
 def role_of(name: str) -> str:

@@ -108,6 +108,7 @@ class Recorded:
             batches=s.batches,
             schedule=s.schedule,
             precision=s.autocast,
+            begin=s.begin,
             evaluate=self.evaluate,
             observe=self.observe,
             on_gradients=lambda step: None,

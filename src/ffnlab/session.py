@@ -35,6 +35,7 @@ class Session:
             self.model.run_block = run_block_checkpointed
         self.optimizer = build.optimizer(cfg, self.model)
         self.schedule = build.schedule(cfg)
+        self.begin = build.regulariser(cfg, self.model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.loss = torch.compile(self.model.loss) if self.train.compile else self.model.loss
         self.sink = build.logger(cfg)

@@ -54,6 +54,7 @@ class Hooks:
     batches: Callable[[int], Sequence[Batch]]  # micro-batches of update k
     schedule: Callable[[int], float]  # factor on the learning rate of update k
     precision: Callable[[], AbstractContextManager]  # autocast
+    begin: Callable[[int], None]  # before update k: sets what in the objective depends on k
     evaluate: Callable[[int], Row]  # after update k; at 0, every eval_every and at the end
     observe: Callable[[int], Row]  # after update k; {} where no probe is due
     on_gradients: Callable[[int], None]  # before clipping
@@ -158,6 +159,7 @@ def train(
             seed * 1_000_003 + step
         )  # dropout is a function of (seed, step): a resume needs no random state
         optimizer.set_factor(factor := hooks.schedule(step))
+        hooks.begin(step)
         mean, count = gradients(loss, hooks.batches(step), hooks.precision, scaler)
         if not math.isfinite(mean):
             raise Diverged(f"step {step}: the loss is {mean}")

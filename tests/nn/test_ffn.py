@@ -1,4 +1,5 @@
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -56,6 +57,36 @@ def low_rank(ffn, x):
     return relu2(x @ up.T + biases[0]) @ down.T + biases[1]
 
 
+def moe(ffn, x):
+    """Every expert on every token, weighted by its share among the two largest probabilities, else by 0."""
+    p = (x @ ffn.router.weight.T).softmax(-1)
+    second = p.sort(-1, descending=True).values[..., 1:2]
+    gates = torch.where(p >= second, p, 0)
+    gates = gates / gates.sum(-1, keepdim=True)
+    return sum(gates[..., e : e + 1] * mlp(expert, x) for e, expert in enumerate(ffn.experts))
+
+
+def switch(ffn, x):
+    """Token by token: the likeliest expert, while it has places left in the sequence."""
+    p = (x @ ffn.router.weight.T).softmax(-1)
+    y = torch.zeros_like(x)
+    for b, sequence in enumerate(x):
+        places = [math.ceil(1.25 * len(sequence) / 8)] * 8
+        for t, token in enumerate(sequence):
+            gate, e = p[b, t].max(-1)
+            if places[e] > 0:
+                y[b, t] = gate * mlp(ffn.experts[e], token)
+                places[e] -= 1
+    return y
+
+
+def dynamic(ffn, x):
+    F = ffn.d_ff
+    share = linear(ffn.width.controller, x).sigmoid()
+    mask = ((share * F - torch.arange(F) - 0.5) / (0.05 * F)).sigmoid()
+    return linear(ffn.down, relu2(linear(ffn.up, x)) * mask)
+
+
 # Written out by hand, with the activation that the variant brings; a variant without a line here fails.
 FORMULAS = {
     "mlp": ("relu2", mlp),
@@ -71,6 +102,9 @@ FORMULAS = {
     "dual_path": ("relu2", dual_path),
     "low_rank": ("relu2", low_rank),
     "multi": ("relu2", lambda ffn, x: sum(mlp(part, x) for part in ffn.parts)),
+    "moe": ("relu2", moe),
+    "switch": ("relu2", switch),
+    "dynamic": ("relu2", dynamic),
 }
 # What `act` of an FFN sees, where that is not what `gate` or `up` puts out.
 PRE = {"paired": opposite, "dual_path": opposite}
@@ -152,7 +186,7 @@ def test_up_act_down_are_the_contract(name, make_ffn):
     for leaf in leaves(ffn):
         children = dict(leaf.named_children())
         assert {"up", "act", "down"} <= children.keys()
-        vectors = [n for n, p in leaf.named_parameters() if p.dim() == 1]
+        vectors = [n for n, p in leaf.named_parameters() if p.dim() == 1 and "controller" not in n]
         assert len(vectors) == 1
         assert re.fullmatch(r"down\.(\w+\.)?bias", vectors[0])
         seen = {}

@@ -47,7 +47,16 @@ def test_each_optimizer_is_counted_by_its_state(optim, moments):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "overrides", [("arch=nanogpt",), ("arch=speedrun", "threshold=learned"), ("ffn=swiglu",)]
+    "overrides",
+    [
+        ("arch=nanogpt",),
+        ("arch=speedrun", "threshold=learned"),
+        ("ffn=swiglu",),
+        ("ffn=moe",),
+        ("ffn=switch", "ffn.capacity_factor=8"),
+        ("ffn=dynamic",),
+        ("ffn=low_rank", "ffn.share=all"),
+    ],
 )
 def test_activations_are_what_the_allocator_holds(overrides, precision):
     """The bytes allocated and not freed in a real forward pass, counted by the profiler, within 5 %."""

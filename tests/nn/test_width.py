@@ -15,7 +15,10 @@ ALL = frozenset({"gate", "up", "down"})
 
 
 def parameters(ffn):
-    return sum(p.numel() for p in ffn.parameters())
+    """Those that one token meets: of experts, its own."""
+    experts = sum(p.numel() for name, p in ffn.named_parameters() if name.startswith("experts."))
+    met = experts * ffn.top_k // ffn.n_experts if experts else 0
+    return sum(p.numel() for p in ffn.parameters()) - experts + met
 
 
 def flops(ffn):
@@ -78,6 +81,9 @@ def test_an_ffn_counts_its_own_flops(name, make_ffn):
         ("dual_path", 768, 4.0, "params", 4096),
         ("low_rank", 768, 4.0, "params", 5376),  # rank D/2: 2 F0 - D
         ("multi", 768, 4.0, "params", 3072),
+        ("moe", 768, 4.0, "params", 1536),  # two experts a token
+        ("moe", 768, 4.0, "width", 3072),
+        ("switch", 768, 4.0, "flops", 3064),  # the router costs as much as 4 neurons
     ],
 )
 def test_known_widths(name, d_model, expansion, match, expected, make_ffn):

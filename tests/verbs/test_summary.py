@@ -85,9 +85,9 @@ SHAPES = ["attention=none", "model.order=parallel", "ffn.share=all", "ffn.extra=
 @pytest.mark.parametrize("choice", [*ARCHS, *FFNS, *SHAPES, "ffn.expansion_by_layer=[1,2,4,8]"])
 def test_flops_are_those_that_torch_counts(choice):
     """A forward pass under torch's own counter; only gates (a few numbers a head) are not counted."""
-    cfg, _ = build.compose(
-        [choice, "logger=none", "model.n_layers=4", "model.d_model=64", "model.seq_len=64", "model.dropout=0"]
-    )
+    small = ["logger=none", "model.n_layers=4", "model.d_model=64", "model.seq_len=64", "model.dropout=0"]
+    roomy = ["ffn.capacity_factor=8"] if choice == "ffn=switch" else []  # counted as if no token were dropped
+    cfg, _ = build.compose([choice, *small, *roomy])
     model = build.model(cfg, 320)
     # The counter does not know the fused attention of CPUs, but the products of the plain one.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
@@ -129,6 +129,18 @@ def test_widths_by_layer_stand_beside_those_of_the_mlp(capsys):
     layers = ["ffn.expansion_by_layer=[3,6]", "model.n_layers=2", "model.d_model=128", "ffn=swiglu"]
     ffn = summarised(capsys, *layers, "--vocab-size", "300")["ffn"]
     assert (ffn["d_ff"], ffn["baseline_d_ff"]) == ([256, 512], [384, 768])
+
+
+def test_experts_are_counted_in_all_and_by_what_a_token_meets(capsys):
+    facts = summarised(capsys, "ffn=moe", "model.n_layers=1", "--vocab-size", "300")
+    router, expert = 8 * 128, 2 * 128 * 256
+    assert facts["ffn"]["d_ff"] == [256]
+    assert facts["components"]["ffn"]["parameters"] == router + 8 * expert
+    assert facts["components"]["ffn"]["active_parameters"] == router + 2 * expert
+    parser = argparse.ArgumentParser()
+    summary.add_arguments(parser)
+    summary.run(parser.parse_args(["ffn=moe", "model.n_layers=1", "--vocab-size", "300"]))
+    assert "a token meets 132,096 of its 525,312 parameters" in capsys.readouterr().out
 
 
 def test_a_model_without_ffn_says_so(capsys):

@@ -8,7 +8,7 @@ Nothing is declared by a variant, so a new one is counted the day it is written:
   costs twice what it stores; biases, norms, activations, gates and look-ups cost nothing (nanoGPT's sizing
   notebook);
 - a module that only some tokens reach (experts) says their share as `token_share`, for it and all inside it:
-  the FLOPs are those of an average token, and `active_parameters` those that it meets;
+  the FLOPs are those of an average token that is not dropped, and `active_parameters` those that it meets;
 - attention (a module with matrices `q`, `k` and `out`) adds 2 * T * q.out for the scores and 2 * T * out.in
   for the weighted sum: 4 * T * d_model per token of a full window of T, causal or not (the same notebook).
 

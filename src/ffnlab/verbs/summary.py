@@ -92,6 +92,7 @@ def ffn_facts(
         "baseline_d_ff": sorted(plain) if matched else [],
         "share_of_parameters": ffn.parameters / max(1, whole.parameters),
         "share_of_flops": ffn.flops_per_token / max(1, whole.flops_per_token),
+        "parameters": ffn.parameters,
         "active_parameters": ffn.active_parameters,
     }
 
@@ -161,7 +162,11 @@ def ffn_line(ffn: Mapping[str, Any]) -> str:
         "width": f"the width of the plain MLP, {plain}",
         "d_ff": "given by ffn.d_ff",
     }[ffn["match"]]
+    few = ffn["active_parameters"] < ffn["parameters"]
+    met = (
+        f" a token meets {ffn['active_parameters']:,} of its {ffn['parameters']:,} parameters;" if few else ""
+    )
     return (
-        f"FFN: {ffn['name']} with {ffn['act']}, d_ff {widths} ({how}); "
+        f"FFN: {ffn['name']} with {ffn['act']}, d_ff {widths} ({how});{met} "
         f"{ffn['share_of_parameters']:.1%} of all parameters, {ffn['share_of_flops']:.1%} of all FLOPs."
     )

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ffnlab.nn.count import flops
+from ffnlab.nn.penalty import Penalised
 
 
-class FeedForward(nn.Module):
+class FeedForward(Penalised):
     """What the rest of ffnlab sees of a variant: (..., D) -> (..., D), and what it costs.
 
     Most variants are an `FFN`; one that is made of several (experts, small FFNs) is made of `FFN`s, so that
@@ -42,6 +44,7 @@ class FFN(FeedForward):
 
     up: nn.Module
     down: nn.Module
+    l1: Tensor | None  # coefficient of the sum of |hidden| over the neurons, see nn.l1
 
     def __init__(
         self,
@@ -58,13 +61,23 @@ class FFN(FeedForward):
         self.act = make_act(d_ff)
         self.dropout = nn.Dropout(dropout)
         self.down = nn.Linear(d_ff, d_model, bias="down" in bias)
+        self.register_buffer("l1", None, persistent=False)
 
     def hidden(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... F"]:
         """What the neurons put out, before dropout and the way down."""
         raise NotImplementedError
 
-    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
-        return self.down(self.dropout(self.hidden(x)))
+    def forward(
+        self, x: Float[Tensor, "... D"], rows: Int[Tensor, " n"] | None = None
+    ) -> Float[Tensor, "... D"]:
+        """y of every token. An expert gets all tokens (N, D) and the `rows` that are its own, and gives
+        theirs: so the probes see, in the arguments of the call, which tokens its neurons belong to.
+        """
+        hidden = self.hidden(x if rows is None else x.index_select(0, rows))
+        if self.l1 is not None and self.training:
+            total = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
+            self.penalty = self.l1 * total / x.shape[:-1].numel()
+        return self.down(self.dropout(hidden))
 
 
 class GatedFFN(FFN):

@@ -193,6 +193,7 @@ ROUTED = [
 ]
 
 
+@pytest.mark.slow
 def test_experts_and_a_warming_l1_resume_bit_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     overrides = [*ROUTED, "train.steps=8", "model.dropout=0.1"]
     start(tmp_path / "whole", *overrides)

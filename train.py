@@ -26,7 +26,7 @@ try:
     from omegaconf.errors import OmegaConfBaseException
 
     from ffnlab import explain
-    from ffnlab.errors import UserError, internal, nearest, report
+    from ffnlab.errors import UserError, internal, nearest, plain_warnings, report
 except ModuleNotFoundError as missing:
     sys.exit(
         f"train.py: no module {missing.name!r}. Run `make setup` once, then .venv/bin/python train.py ..."
@@ -44,7 +44,8 @@ def job(cfg: DictConfig) -> float:
 
     hydra_cfg = HydraConfig.get()
     try:
-        return run.run(config.plain(cfg), dict(hydra_cfg.runtime.choices)).get("val/loss", float("nan"))
+        own = config.own_plugins(config.plain(cfg), list(hydra_cfg.overrides.task))
+        return run.run(own, dict(hydra_cfg.runtime.choices)).get("val/loss", float("nan"))
     except Exception as error:
         if hydra_cfg.mode == RunMode.RUN:
             raise Passed(error) from error
@@ -56,6 +57,7 @@ def job(cfg: DictConfig) -> float:
 
 def main() -> int:
     """Hand the command line to Hydra, and turn whatever comes out into a message and an exit code."""
+    plain_warnings()
     try:
         attempt(*parse(sys.argv[1:]))
         sys.stdout.flush()

@@ -20,7 +20,7 @@ SOURCES = sorted(
 )
 
 ZERO = {"nn", "data", "optim", "schedule", "probe", "record", "kernels"}
-ONE = {"train", "evaluate", "device"}
+ONE = {"device", "evaluate", "processes", "stop", "train"}
 CONFIG = {
     "config",
     "validate",
@@ -38,9 +38,10 @@ MAY_IMPORT = {
     "validate": ZERO | ONE | {"config", "build", "layers"},
     "layers": ZERO | {"config"},  # the part of build that knows FFNs
     "build": ZERO | ONE | CONFIG | {"layers"},
-    "session": BELOW_RUN,  # run in three files: the parts of a run, the facts about it, its course
+    "session": BELOW_RUN,  # run in four files: the parts, the facts, the course, the directory
     "facts": BELOW_RUN | {"session"},
-    "run": BELOW_RUN | {"session", "facts"},
+    "recorded": BELOW_RUN | {"session", "facts"},
+    "run": BELOW_RUN | {"session", "recorded"},
     "verbs": BELOW_RUN,
     "analysis": {"record"},
     "cli": TWO | CONFIG | {"analysis"},

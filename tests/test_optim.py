@@ -38,8 +38,13 @@ def make(*overrides: str):
         ("blocks.0.attn.gate_w", "gate"),
         ("blocks.0.ffn.up.bias", "ffn"),
         ("blocks.0.ffn.act.threshold", "threshold"),
+        ("blocks.0.ffn.act.slope", "threshold"),
+        ("blocks.0.ffn.act.act.scale", "threshold"),  # star_relu's, behind a threshold C
+        ("blocks.0.ffn.act.norm.weight", "norm"),
+        ("parts.skip.join_01_04.weight", "ffn"),
         ("blocks.0.residual.attn.norm.weight", "norm"),
         ("blocks.0.residual.attn.scale", "gate"),
+        ("blocks.0.residual.ffn.carry", "gate"),
         ("blocks.0.residual.ffn.norm_out.bias", "norm"),
         ("norm.weight", "norm"),
         ("head.weight", "head"),
@@ -66,6 +71,18 @@ def test_every_parameter_in_one_group_with_its_rate_and_decay(optim: str):
     assert {role_of(n) for n in seen} == set(ROLES)
     spared = ("norm", "scale", "threshold", "gate_0", "lambdas", "bias", "gate_w", "parts.smear", "backout")
     assert not any(decays(n, p) for n, p in model.named_parameters() if any(part in n for part in spared))
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw", "sgd"])
+@pytest.mark.parametrize("act", ["prelu", "swish", "star_relu", "xielu"])
+def test_what_an_activation_learns_goes_with_the_threshold_and_never_decays(act: str, optim: str):
+    options = ["optim.weight_decay=0.5", "optim.lr_scale.threshold=3", "threshold=learned"]
+    model, optimizer = make(*TINY, f"act={act}", f"optim={optim}", *options)
+    learned = {n: p for n, p in model.named_parameters() if ".act." in n}
+    assert len(learned) == 6 * (1 + (2 if act in {"star_relu", "xielu"} else 1))  # per layer, and its C
+    groups = [group for group in optimizer.param_groups if group["role"] == "threshold"]
+    assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in learned.values()}
+    assert all((group["lr"], group["weight_decay"]) == (3 * optimizer.lr, 0.0) for group in groups)
 
 
 def test_muon_takes_the_matrices_of_attention_and_ffn_only():

@@ -11,8 +11,10 @@ import torch
 from ffnlab import build
 from ffnlab.errors import UserError
 from ffnlab.record.checkpoint import load
-from ffnlab.run import Recorded, run
-from ffnlab.train import Diverged, gradients
+from ffnlab.recorded import Recorded
+from ffnlab.run import run
+from ffnlab.session import Session
+from ffnlab.train import Diverged, gradients, update
 
 TINY = [
     "model.n_layers=4", "model.d_model=16", "model.n_heads=2", "model.seq_len=16", "data=counting",
@@ -67,7 +69,7 @@ def test_accumulated_gradient_is_that_of_the_mean_over_all_tokens(split: tuple[i
 
 
 @pytest.mark.parametrize("where", ["mid-run", "at an evaluation", "second epoch"])
-@pytest.mark.parametrize("optim", ["muon", "adamw"])
+@pytest.mark.parametrize("optim", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_resume_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, optim: str):
     overrides = [f"optim={optim}", "skip=unet", "threshold=learned", "model.dropout=0.1", "train.steps=10"]
     if where == "second epoch":
@@ -181,6 +183,72 @@ def test_weights_snapshots_stay(tmp_path: Path):
     start(tmp_path / "run", "train.steps=5", "checkpoint.weights_every=2", "checkpoint.keep_last=1")
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["step-000005", *(f"weights-{k:06d}.safetensors" for k in (0, 2, 4))]
+
+
+def test_dropout_reaches_embedding_attention_branches_and_hidden_units():
+    cfg, _ = build.compose([*TINY, "model.dropout=0.5", "ffn.dropout=0.5"])
+    model = build.model(cfg, 97)
+    x = torch.ones(2, 16, dtype=torch.long)
+    seen = {}
+    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.update(stream=args[0]))
+    model(x)
+    dropped = (seen["stream"] == 0).float().mean()
+    assert 0.3 < dropped < 0.7  # the stream that enters block 0
+    assert model.blocks[0]["attn"].dropout == model.blocks[0]["residual"]["attn"].drop.p == 0.5
+    assert model.blocks[0]["ffn"].dropout.p == 0.5
+
+
+def test_fp16_overflow_leaves_every_parameter_alone():
+    cfg, _ = build.compose(TINY)
+    model = build.model(cfg, 97)
+    optimizer = build.optimizer(cfg, model)
+    scaler = torch.amp.GradScaler("cpu", enabled=True, init_scale=1024.0)
+    x = torch.randint(0, 97, (2, 16))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    scaler.scale(model.loss(x, x)).backward()
+    for inner in optimizer.optimizers:
+        scaler.unscale_(inner)
+    assert update(optimizer, scaler, math.inf, 3) == 4
+    assert scaler.get_scale() == 512.0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_resume_needs_the_same_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "run", "train.steps=6")
+    info = json.loads((tmp_path / "run/run.json").read_text())
+    info["data"]["fingerprint"] = "another"
+    (tmp_path / "run/run.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match="data of this run have changed"):
+        start(tmp_path / "run", "train.steps=6")
+
+
+def test_an_error_before_the_first_step_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(self, checkpoint):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Session, "begin", broken)
+    with pytest.raises(ZeroDivisionError):
+        start(tmp_path / "run", "train.steps=3")
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "failed"
+    assert "ZeroDivisionError: a bug" in (tmp_path / "run/error.txt").read_text()
+
+
+def test_auto_precision_of_a_resume_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def precision() -> str:
+        return json.loads((tmp_path / "run/run.json").read_text())["precision"]
+
+    monkeypatch.setattr("ffnlab.device.has_bf16", lambda device: False)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "run", "train.steps=6", "train.precision=auto")
+    assert precision() == "fp32"
+    monkeypatch.setattr("ffnlab.device.has_bf16", lambda device: True)
+    start(tmp_path / "run", "train.steps=6", "train.precision=auto")
+    assert precision() == "fp32"
 
 
 ROUTED = [

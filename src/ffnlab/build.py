@@ -10,6 +10,7 @@ from torch import nn
 
 from ffnlab.config import GROUPS, compose, config_dir, factory, locate, packages, plain, settings
 from ffnlab.data import Dataset, open_dataset
+from ffnlab.device import has_bf16
 from ffnlab.layers import act_part, ffn_maker, ffn_part, is_absent, matrices
 from ffnlab.nn.absent import Absent
 from ffnlab.nn.gpt import GPT, ORDERS, Block, ModelSettings, ParallelBlock
@@ -19,7 +20,7 @@ from ffnlab.nn.l1 import L1
 from ffnlab.nn.position import ADDED_POSITIONS
 from ffnlab.nn.residual import PLACEMENTS, Residual
 from ffnlab.nn.share import share_ffns
-from ffnlab.nn.stream import StreamPart, ValueEmbeddings
+from ffnlab.nn.stream import EmbedDropout, StreamPart, ValueEmbeddings
 from ffnlab.probe import Probe, ProbeSettings
 from ffnlab.record.sinks import Sink
 
@@ -91,16 +92,19 @@ def ends_in_norm(cfg: Config, sizes: ModelSettings) -> bool:
 def blocks(cfg: Config, sizes: ModelSettings) -> list[Block]:
     """One Block per layer."""
     norms = {"attn": "norm", "ffn": "norm_ffn"}
-    scales = {"attn": "scale", "ffn": "ffn_scale"}
+    prefix = {"attn": "", "ffn": "ffn_"}
     make_ffn = ffn_maker(cfg, sizes)
     make = {"attn": attention_maker(cfg, sizes), "ffn": make_ffn, "ffn_extra": make_ffn}
     kind = ParallelBlock if sizes.order == "parallel" else Block
 
     def residual(role: str) -> Residual:
-        norm = norms[PLACED_AS[role]]
+        kind_of = PLACED_AS[role]
+        norm = norms[kind_of]
         make_norm = partial(factory(cfg[norm], norm, packages=packages(cfg)), sizes.d_model)
-        placement = PLACEMENTS[cfg["residual"][PLACED_AS[role]]]
-        return placement(make_norm, scale=cfg["residual"][scales[PLACED_AS[role]]], dropout=sizes.dropout)
+        node = cfg["residual"]
+        own = {key: node[prefix[kind_of] + key] for key in ("scale", "carry")}
+        shared = {"scale_init": node["scale_init"], "d_model": sizes.d_model, "dropout": sizes.dropout}
+        return PLACEMENTS[node[kind_of]](make_norm, **own, **shared)
 
     built = [
         kind(
@@ -147,10 +151,13 @@ def stream_parts(cfg: Config, sizes: ModelSettings, padded_vocab: int) -> dict[s
     parts: dict[str, nn.Module] = {}
     added = ADDED_POSITIONS.get(cfg["attention"].get("position", ""))
     if added is not None:
-        parts["position"] = added(d_model=sizes.d_model, seq_len=sizes.seq_len)
+        parts["position"] = added(d_model=sizes.d_model, seq_len=sizes.seq_len, tied=sizes.tie_head)
+    if sizes.dropout:
+        parts["embed_dropout"] = EmbedDropout(sizes.dropout)
     if sizes.value_embeddings:
+        d_value = sizes.d_model // sizes.n_heads * (cfg["attention"].get("n_kv_heads") or sizes.n_heads)
         parts["value_embeddings"] = ValueEmbeddings(
-            tables=sizes.value_embeddings, vocab_size=padded_vocab, d_model=sizes.d_model
+            tables=sizes.value_embeddings, vocab_size=padded_vocab, d_value=d_value
         )
     for name, node in {"skip": cfg["skip"], **cfg["stream"]}.items():
         path = name if name == "skip" else f"stream.{name}"
@@ -184,7 +191,10 @@ def tokenizer(cfg: Config) -> Any:
 
 def optimizer(cfg: Config, gpt: GPT) -> Any:
     """The optimizer over all of the model's parameters."""
-    return factory(cfg["optim"], "optim", packages=packages(cfg))(gpt)
+    node = dict(cfg["optim"])
+    if node.get("ns_precision") == "auto":
+        node["ns_precision"] = "bf16" if has_bf16(gpt.embed.weight.device) else "fp32"
+    return factory(node, "optim", packages=packages(cfg))(gpt)
 
 
 def schedule(cfg: Config) -> Callable[[int], float]:

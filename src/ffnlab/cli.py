@@ -15,12 +15,13 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-from ffnlab.errors import UserError, internal, nearest, report
+from ffnlab.errors import UserError, internal, nearest, plain_warnings, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    plain_warnings()
     try:
         code = dispatch(argv)
         sys.stdout.flush()

@@ -4,8 +4,6 @@ No file that is read can run code: a `_target_` is only ever a class of ffnlab o
 command line names.
 """
 
-import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
@@ -13,15 +11,17 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ffnlab.errors import UserError
+from ffnlab.errors import UserError, closest
 
 T = typing.TypeVar("T")
+# Text in which every ${...} names another key: no resolver (a colon), nothing nested that could become one.
+REFERENCES = re.compile(r"(?:[^$]|\$(?!\{)|\$\{[\w.@\[\]-]+\})*", re.DOTALL)
 
 # Parts by group: each must be a mapping with a `_target_`.
 GROUPS = (
@@ -57,7 +57,14 @@ def compose(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         choices = dict(cfg.hydra.runtime.choices)
     OmegaConf.set_struct(cfg, False)
     del cfg["hydra"]
-    return plain(cfg), choices
+    return own_plugins(plain(cfg), overrides), choices
+
+
+def own_plugins(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The configuration, if packages whose code it may run are named on the command line, not by a file."""
+    if cfg.get("plugins") and not any(line.lstrip("+").startswith("plugins=") for line in overrides):
+        raise UserError(f"plugins={cfg['plugins']} comes from a file: name such packages on the command line")
+    return cfg
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -66,11 +73,11 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     """
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise UserError(*(f"{key} is missing: it has no default, give {key}=..." for key in missing))
-    raw = OmegaConf.to_yaml(cfg)
-    if found := re.search(r"\$\{[^}]*:[^}]*\}", raw):
-        raise UserError(
-            f"{found[0]}: only references to other keys are allowed in a configuration, such as ${{seed}}"
-        )
+    for text in texts(OmegaConf.to_container(cfg, resolve=False)):
+        if "${" in text and not REFERENCES.fullmatch(text):
+            raise UserError(
+                f"{text}: only references to other keys are allowed in a configuration, such as ${{seed}}"
+            )
     out = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(out, dict)
     return typing.cast(dict[str, Any], out)
@@ -79,6 +86,19 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 def packages(cfg: Mapping[str, Any]) -> Sequence[str]:
     """Where classes of parts may come from: ffnlab and what the command line names."""
     return ("ffnlab", *cfg["plugins"])
+
+
+def texts(node: Any) -> typing.Iterator[str]:
+    """All strings in plain values, keys too."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from texts(key)
+            yield from texts(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from texts(value)
+    elif isinstance(node, str):
+        yield node
 
 
 def locate(target: str, packages: Sequence[str] = ("ffnlab",)) -> type:
@@ -102,7 +122,7 @@ def locate(target: str, packages: Sequence[str] = ("ffnlab",)) -> type:
 
 def factory(
     node: Any, path: str, given: Sequence[str] = (), packages: Sequence[str] = ("ffnlab",)
-) -> Callable[..., Any]:
+) -> functools.partial[Any]:
     """`functools.partial(cls, **options)` of a part; `given` are the arguments that the caller adds when it
     calls it.
     """
@@ -144,27 +164,23 @@ def check(hints: Mapping[str, Any], options: Mapping[str, Any], path: str) -> di
 
 
 def as_float(value: Any, hint: Any) -> Any:
-    """An integer that was given for a float as that float; anything else as it is."""
-    kinds = {hint, *typing.get_args(hint)}
-    if typing.get_origin(hint) is not None and isinstance(value, Mapping | list):
-        inner = (
-            typing.get_args(hint)[-1]
-            if isinstance(value, Mapping)
-            else next(iter(typing.get_args(hint)), Any)
-        )
-        if isinstance(value, Mapping):
-            return {k: as_float(v, inner) for k, v in value.items()}
-        return [as_float(v, inner) for v in value]
-    wanted = float in kinds and int not in kinds and isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if wanted else value
+    """An integer that was given for a float as that float, also inside a list or a mapping."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        arms = [arm for arm in args if fits(value, arm)]
+        return as_float(value, int if int in arms else arms[0])
+    if isinstance(value, Mapping) and args:
+        return {key: as_float(item, args[-1]) for key, item in value.items()}
+    if isinstance(value, list) and args:
+        return [as_float(item, args[0]) for item in value]
+    return float(value) if hint is float and isinstance(value, int) else value
 
 
 def unknown_key(path: str, key: str, known: typing.Iterable[str]) -> str:
     """One line with the nearest name and all names."""
-    known = sorted(known)
-    near = difflib.get_close_matches(str(key), known, n=1)
-    hint = f" Did you mean {dotted(path, near[0])}?" if near else ""
-    return f"unknown key {dotted(path, key)}.{hint} Keys: {', '.join(known)}"
+    near = closest(str(key), known)
+    hint = f" Did you mean {dotted(path, near)}?" if near else ""
+    return f"unknown key {dotted(path, key)}.{hint} Keys: {', '.join(sorted(known))}"
 
 
 def dotted(path: str, key: str) -> str:
@@ -213,8 +229,3 @@ def describe(hint: Any) -> str:
         if isinstance(typing.get_origin(hint), type) and not issubclass(typing.get_origin(hint), Mapping)
         else "a mapping"
     )
-
-
-def fields(cls: Any) -> set[str]:
-    """The names of a settings dataclass."""
-    return {field.name for field in dataclasses.fields(cls)}

@@ -3,6 +3,8 @@ a command line.
 """
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 SCREEN = 12  # problems shown at once; the rest is counted
@@ -50,3 +52,12 @@ def internal(error: BaseException) -> str:
     """One line for an exception that no user can cause."""
     text = " ".join(str(error).split())
     return f"internal error: {type(error).__name__}: {text} (HYDRA_FULL_ERROR=1 shows where)"
+
+
+def plain_warnings() -> None:
+    """Show a warning as one line, without the place in the code that raised it."""
+
+    def show(message: Warning | str, *place: object, **more: object) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
+    warnings.showwarning = show

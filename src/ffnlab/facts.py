@@ -24,6 +24,7 @@ def facts(
         "choices": {group: name for group, name in choices.items() if not group.startswith("hydra/")},
         "seeds": {"seed": session.cfg["seed"], "data": session.cfg["data"]["seed"]},
         "threads": threads,
+        "processes": session.processes.size,
         "instruction_set": instruction_set(),
         "device": {"type": session.device.type, "name": device_name(session.device)},
         "precision": session.precision,
@@ -36,6 +37,7 @@ def facts(
             "python": platform.python_version(),
         },
         "git": git_state(),
+        "vocab_size": session.data.vocab_size,
         "data": session.data.manifest,
     }
 
@@ -57,6 +59,9 @@ def git_state() -> dict[str, Any] | None:
         ).stdout.strip()
 
     try:
+        git(
+            "ls-files", "--error-unmatch", str(Path(__file__).resolve())
+        )  # a repository around site-packages is not ours
         return {
             "commit": git("rev-parse", "HEAD"),
             "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
@@ -68,7 +73,10 @@ def git_state() -> dict[str, Any] | None:
 def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
     """The lines at the end of a run: what came out, what it cost, and what to type next."""
     seconds, probes = info["timings"]["total_s"], info["timings"]["probe_s"]
-    rate = info["matrix_rate_flops_per_s"]
+    rate = info["matrix_rate_flops_per_s"] * info["processes"]
+    ceiling = (
+        f"the {rate / 1e9:.0f} GFLOP/s of {info['precision']} matrix products ({info['threads']} threads)"
+    )
     achieved = TRAINING * info["flops_per_token"] * info["timings"]["median_tok_per_s"]
     quality = f"val/loss {final['val/loss']:.4f} nats per token" if "val/loss" in final else "not evaluated"
     if "val/bits_per_byte" in final:
@@ -78,11 +86,10 @@ def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
         f"  {quality} at step {final.get('step', 0)}, {final.get('tokens', 0):,} tokens in {seconds:.0f} s",
         f"  {info['parameters']:,} parameters, {info['flops_per_token']:,} FLOPs per token forward, "
         f"{TRAINING} times that in training",
-        f"  {achieved / 1e9:.1f} GFLOP/s at the median step: {achieved / rate:.0%} of the rate of",
-        f"  {info['precision']} matrix products here ({rate / 1e9:.0f} GFLOP/s on {info['threads']} threads)",
+        f"  {achieved / 1e9:.0f} GFLOP/s at the median step: {achieved / rate:.0%} of {ceiling}",
         f"  probes took {probes:.1f} s: {probes / max(seconds, 1e-9):.1%} of the run",
         "next:",
-        f'  ffnlab sample {out} --prompt "My fellow Americans,"',
+        f"  ffnlab sample {out} --tokens 100",
         f"  ffnlab summary {' '.join(overrides(info['choices']))}",
         "  python train.py -m ffn=mlp,swiglu act=gelu,relu2 seed=0,1",
     ]

@@ -42,7 +42,7 @@ def ffn_part(cfg: Config) -> Callable[..., FeedForward]:
     return factory(own, "ffn", ("d_model", "d_ff", "make_act", "bias", "dropout"), packages(cfg))
 
 
-def act_part(cfg: Config) -> Callable[..., nn.Module]:
+def act_part(cfg: Config) -> partial[nn.Module]:
     """The activation class with its own options."""
     return factory(cfg["act"], "act", ("d_ff",), packages(cfg))
 
@@ -56,6 +56,10 @@ def ffn_maker(cfg: Config, sizes: ModelSettings) -> Callable[[int], nn.Module]:
     make = partial(ffn_part(cfg), d_model=sizes.d_model, bias=bias, dropout=float(node["dropout"]))
     act = act_part(cfg)
     threshold = factory(cfg["threshold"], "threshold", packages=packages(cfg))()
+    if getattr(act.func, "shift_invariant", False) and getattr(threshold, "scope", "neuron") != "neuron":
+        warnings.warn(
+            "act ignores a threshold that all neurons share: give threshold.scope=neuron", stacklevel=2
+        )
     widths = layer_widths(node, partial(make, make_act=lambda width: act(d_ff=width)), sizes, bias)
     return lambda layer: make(d_ff=widths[layer], make_act=lambda width: threshold(act(d_ff=width), width))
 

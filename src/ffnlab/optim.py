@@ -13,17 +13,26 @@ from torch import Tensor, nn
 from ffnlab.errors import UserError
 
 ROLES = ("ffn", "attention", "embedding", "head", "threshold", "gate", "norm")
-GATES = (".value_lambdas", ".gate_w", ".scale", ".router.weight", ".controller.weight", ".controller.bias")
+GATES = (".value_lambdas", ".gate_w", ".scale", ".carry")
+GATES += (".router.weight", ".controller.weight", ".controller.bias")
 
 
 def role_of(name: str) -> str:
-    """The role of a parameter, from its name alone (build.py's names, DESIGN 5)."""
+    """The role of a parameter, from its name alone (build.py's names, DESIGN 5).
+
+    What an activation learns about its own shape (C, a slope, a beta) is a `threshold`; its norm is a norm. A
+    matrix of a skip is an `ffn` matrix: it maps the stream into the stream, and Muon is for such.
+    """
     if name.endswith(".threshold"):
         return "threshold"
+    if ".act." in name:
+        return "norm" if ".norm." in name else "threshold"
     if name.startswith(("embed.", "parts.position.", "parts.value_embeddings.")):
         return "embedding"
     if name.startswith("head."):
         return "head"
+    if name.startswith("parts.skip.join_"):
+        return "ffn"
     if name.startswith("parts.") or name.endswith(GATES):
         return "gate"
     if ".attn." in name.replace(".residual.attn.", "."):
@@ -147,6 +156,7 @@ class MuonAdamW(Optimizer):
         momentum: float,
         nesterov: bool,
         ns_steps: int,
+        ns_precision: str,
         betas: list[float],
         eps: float,
     ):
@@ -163,18 +173,22 @@ class MuonAdamW(Optimizer):
         adamw = torch.optim.AdamW(
             self.groups(others, weight_decay), lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True
         )
-        self.optimizers = (
-            [BatchedMuon(self.groups(matrices, weight_decay), **muon), adamw] if matrices else [adamw]
-        )
+        self.optimizers = [adamw]
+        if matrices:
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[ns_precision]
+            self.optimizers.insert(0, BatchedMuon(self.groups(matrices, weight_decay), dtype, **muon))
 
 
 class BatchedMuon(torch.optim.Muon):
-    """torch.optim.Muon (Jordan et al. 2024) with one Newton-Schulz iteration for all matrices of a shape at
-    once.
+    """torch.optim.Muon (Jordan et al. 2024), all matrices of a shape orthogonalised at once, in `dtype`.
 
     m <- momentum m + (1 - momentum) g; u = g + momentum (m - g) if nesterov else m; W <- W (1 - lr wd) - lr
     sqrt(max(1, out/in)) NS(u).
     """
+
+    def __init__(self, params: list[dict[str, Any]], dtype: torch.dtype, **options: Any):
+        super().__init__(params, **options)
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -191,26 +205,26 @@ class BatchedMuon(torch.optim.Muon):
         """One update of matrices (out, in) that all have this shape."""
         grads = [p.grad for p in params if p.grad is not None]
         for p in params:
-            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         momenta = [self.state[p]["momentum_buffer"] for p in params]
         for m, g in zip(momenta, grads, strict=True):
             m.lerp_(g, 1 - group["momentum"])
         pairs = zip(grads, momenta, strict=True)
         updates = torch.stack([g.lerp(m, group["momentum"]) if group["nesterov"] else m for g, m in pairs])
-        ortho = orthogonalise(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        ortho = orthogonalise(
+            updates.to(self.dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
         rate = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
         for p, o in zip(params, ortho.to(params[0].dtype), strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"]).add_(o, alpha=-rate)
 
 
 def orthogonalise(g: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz quintic iteration in bf16 on (N, out, in): X <- a X + (b X X^T + c (X X^T)^2) X, X = G /
-    |G|.
-    """
+    """Newton-Schulz quintic iteration on (N, out, in): X <- a X + (b X X^T + c (X X^T)^2) X, X = G / |G|."""
     a, b, c = coefficients
-    x = g.bfloat16()
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
+    tall = g.shape[-2] > g.shape[-1]
+    x = g.mT if tall else g
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT

@@ -3,6 +3,8 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,21 +15,28 @@ from ffnlab.data import Dataset, cache_dir
 from ffnlab.device import autocast, choose_device, choose_precision
 from ffnlab.evaluate import bits_per_byte, evaluate
 from ffnlab.nn.gpt import GPT, run_block_checkpointed
+from ffnlab.nn.threshold import calibrate
 from ffnlab.probe import Observer
-from ffnlab.record.checkpoint import CheckpointSettings
-from ffnlab.train import Progress, Row, TrainConfig
+from ffnlab.processes import Processes
+from ffnlab.record.checkpoint import CheckpointSettings, load
+from ffnlab.stop import Stop
+from ffnlab.train import Hooks, Progress, Row, TrainConfig
 
 
 class Session:
     """The parts of a run, built from its configuration and put on their device."""
 
-    def __init__(self, cfg: Mapping[str, Any]):
-        self.cfg = cfg
+    """`before` is what run.json says when a run is resumed: an `auto` of then stays what it was."""
+
+    def __init__(self, cfg: Mapping[str, Any], processes: Processes, before: Mapping[str, Any]):
+        self.cfg, self.processes = cfg, processes
         self.train = settings(TrainConfig, cfg["train"], "train")
         self.checkpoint = settings(CheckpointSettings, cfg["checkpoint"], "checkpoint")
         self.probe = build.probe_settings(cfg)
         self.device = choose_device(self.train.device)
-        self.precision = choose_precision(self.train.precision, self.device)
+        auto = self.train.precision == "auto"
+        wish = before.get("precision", "auto") if auto else self.train.precision
+        self.precision = choose_precision(wish, self.device)
         self.autocast = autocast(self.device, self.precision)
         self.data: Dataset = build.dataset(cfg, cache_dir(), progress_line())
         self.model: GPT = build.model(cfg, self.data.vocab_size).to(self.device)
@@ -35,7 +44,7 @@ class Session:
             self.model.run_block = run_block_checkpointed
         self.optimizer = build.optimizer(cfg, self.model)
         self.schedule = build.schedule(cfg)
-        self.begin = build.regulariser(cfg, self.model)
+        self.before_update = build.regulariser(cfg, self.model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.loss = torch.compile(self.model.loss) if self.train.compile else self.model.loss
         self.sink = build.logger(cfg)
@@ -51,10 +60,42 @@ class Session:
         )
         self.observer.check_budget(scans=self.train.steps // self.train.eval_every + 2)
 
+    def trained(self) -> dict[str, Any]:
+        """What `train` works on."""
+        return {
+            "loss": self.loss,
+            "parameters": list(self.model.parameters()),
+            "optimizer": self.optimizer,
+            "scaler": self.scaler,
+            "seed": self.cfg["seed"] + 2**40 * self.processes.rank,  # dropout differs between processes
+        }
+
+    def hooks(self, *, stop: Stop, **recording: Any) -> Hooks:
+        """What `train` calls; `recording` are the calls in which the process that records differs."""
+        return Hooks(
+            batches=self.batches,
+            schedule=self.schedule,
+            precision=self.autocast,
+            before_update=self.before_update,
+            on_gradients=lambda step: None,
+            stop=lambda: self.processes.any(stop.signum is not None),
+            add_up=self.processes.add_up,
+            **recording,
+        )
+
+    def begin(self, checkpoint: Path | None) -> Progress:
+        """Go on from a checkpoint, or start: thresholds with an `active_frac` are set on the probe batch."""
+        if checkpoint is not None:
+            return self.restore(*load(checkpoint))
+        windows, _ = self.data.probe_tokens(self.probe.tokens)
+        calibrate(self.model, windows.to(self.device))
+        return Progress()
+
     def batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The micro-batches of update `step`, on the device."""
-        n, size = self.train.grad_accum, self.train.batch_size
-        pairs = (self.data.batch(step, size, micro=m, grad_accum=n) for m in range(n))
+        n, size, these = self.train.grad_accum, self.train.batch_size, self.processes
+        part = {"grad_accum": n, "rank": these.rank, "world": these.size}
+        pairs = (self.data.batch(step, size, micro=m, **part) for m in range(n))
         return [(x.to(self.device), y.to(self.device)) for x, y in pairs]
 
     def validation(self) -> Row:
@@ -72,11 +113,11 @@ class Session:
 
     def mean_loss(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Nats per token in eval mode."""
+        mine = islice(batches, self.processes.rank, None, self.processes.size)
         self.model.eval()
         try:
-            return evaluate(
-                self.loss, ((x.to(self.device), y.to(self.device)) for x, y in batches), self.autocast
-            )
+            here = ((x.to(self.device), y.to(self.device)) for x, y in mine)
+            return evaluate(self.loss, here, self.autocast, self.processes.add_up)
         finally:
             self.model.train()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 Row = dict[str, float]
+MAX_OVERFLOWS = 20  # fp16 steps in a row that overflow before a run counts as diverged
 Batch = tuple[Tensor, Tensor]
 
 
@@ -54,14 +55,20 @@ class Hooks:
     batches: Callable[[int], Sequence[Batch]]  # micro-batches of update k
     schedule: Callable[[int], float]  # factor on the learning rate of update k
     precision: Callable[[], AbstractContextManager]  # autocast
-    begin: Callable[[int], None]  # before update k: sets what in the objective depends on k
+    before_update: Callable[[int], None]  # sets what in the objective depends on k
     evaluate: Callable[[int], Row]  # after update k; at 0, every eval_every and at the end
     observe: Callable[[int], Row]  # after update k; {} where no probe is due
     on_gradients: Callable[[int], None]  # before clipping
     log: Callable[[Row], None]
-    save: Callable[[Progress], None]  # after update k, when `save_due`, on a stop and at the end
-    save_due: Callable[[int], bool]
+    save: Callable[[Progress, bool], None]  # after every update; True on a stop and at the end
     stop: Callable[[], bool]  # asked at every step boundary
+    add_up: Callable[[Sequence[Tensor]], None]  # sum tensors over processes; nothing to do for one
+
+
+def synchronize() -> None:
+    """Let the accelerator finish, so that what is timed pays for its own work only."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class Clock:
@@ -91,8 +98,10 @@ class Clock:
 
     def timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         """call(*args), its seconds added to `outside` or `probe`."""
+        synchronize()
         start = time.perf_counter()
         out = call(*args)
+        synchronize()
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)
         return out
 
@@ -102,23 +111,43 @@ def gradients(
     micro: Sequence[Batch],
     precision: Callable[[], AbstractContextManager],
     scaler: Any,
+    add_up: Callable[[Sequence[Tensor]], None] = lambda tensors: None,
 ) -> tuple[float, int]:
-    """Accumulate the gradient of the mean loss over all counted targets of the micro-batches; (that mean,
-    how many).
+    """Accumulate this process's part of the gradient of the mean loss over all counted targets.
+
+    Returns that mean and how many targets there are, of all processes: `add_up` sums tensors over them.
     """
-    count = sum(int((y >= 0).sum()) for _, y in micro)
-    total = torch.zeros((), device=micro[0][0].device)
+    count = torch.stack([(y >= 0).sum() for _, y in micro]).sum()
+    add_up([count])
+    total = torch.zeros((), device=count.device)
     for x, y in micro:
         with precision():
             part = loss(x, y) / count
         scaler.scale(part).backward()
         total += part.detach()
-    return float(total), count
+    add_up([total])
+    return float(total), int(count)
 
 
 def grad_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> float:
     """Euclidean norm of all gradients, which are scaled down to `clip` when it is larger."""
     return float(torch.nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip))
+
+
+def update(optimizer: Any, scaler: Any, norm: float, overflows: int) -> int:
+    """Step, unless the gradient is not finite; returns how many steps in a row were left out for that.
+
+    In fp16 an overflow is how the scale finds its size: all parameters keep their values, the scale halves,
+    and the step counts as done.
+    """
+    if not math.isfinite(norm):
+        if scaler.is_enabled():
+            scaler.update(scaler.get_scale() / 2)
+        return overflows + 1
+    for inner in optimizer.optimizers:
+        scaler.step(inner)
+    scaler.update()
+    return 0
 
 
 def train(
@@ -140,6 +169,7 @@ def train(
     """
     clock = Clock()
     tokens_at_row, step_at_row = progress.tokens, progress.step
+    overflows = 0
 
     def finish_row(row: Row) -> None:
         nonlocal tokens_at_row, step_at_row
@@ -155,24 +185,21 @@ def train(
         clock = Clock()
     while progress.step < cfg.steps:
         step = progress.step + 1
-        torch.manual_seed(
-            seed * 1_000_003 + step
-        )  # dropout is a function of (seed, step): a resume needs no random state
+        torch.manual_seed(seed + 1_000_003 * step)  # dropout by (seed, step): a resume needs no random state
         optimizer.set_factor(factor := hooks.schedule(step))
-        hooks.begin(step)
-        mean, count = gradients(loss, hooks.batches(step), hooks.precision, scaler)
+        hooks.before_update(step)
+        mean, count = gradients(loss, hooks.batches(step), hooks.precision, scaler, hooks.add_up)
+        hooks.add_up([p.grad for p in parameters if p.grad is not None])
         if not math.isfinite(mean):
             raise Diverged(f"step {step}: the loss is {mean}")
         for inner in optimizer.optimizers:
             scaler.unscale_(inner)
         hooks.on_gradients(step)
         norm = grad_norm(parameters, cfg.clip)
-        if not math.isfinite(norm) and not scaler.is_enabled():
-            raise Diverged(f"step {step}: the gradient norm is {norm} (loss {mean:.4f})")
-        for inner in optimizer.optimizers:
-            scaler.step(inner)
-        scaler.update()
+        overflows = update(optimizer, scaler, norm, overflows)
         optimizer.zero_grad()
+        if overflows > (MAX_OVERFLOWS if scaler.is_enabled() else 0):
+            raise Diverged(f"step {step}: the gradient norm is {norm} (loss {mean:.4f})")
         progress.step, progress.tokens = step, progress.tokens + count
 
         row = {"train/loss": mean, "optim/lr": optimizer.lr * factor, "optim/grad_norm": norm}
@@ -183,8 +210,7 @@ def train(
         reached = cfg.target_loss is not None and row.get("val/loss", math.inf) <= cfg.target_loss
         if evaluated or seen or stop or step % cfg.log_every == 0:
             finish_row(row)
-        if hooks.save_due(step) or stop or reached or step == cfg.steps:
-            clock.timed("outside", hooks.save, progress)
+        clock.timed("outside", hooks.save, progress, stop or reached or step == cfg.steps)
         if stop or reached:
             break
     return progress

@@ -26,7 +26,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "data": {"seed": int, "val_frac": float, "test_frac": float},
 }
 SCALARS = {"seed": int, "out": str | None, "study": str | None, "arm": str | None, "plugins": list[str]}
-RESIDUAL = {"attn": str, "ffn": str, "scale": float | str, "ffn_scale": float | str}
+RESIDUAL = {"attn": str, "ffn": str, "scale_init": float}
+RESIDUAL |= dict.fromkeys(("scale", "ffn_scale", "carry", "ffn_carry"), float | str)
 TOP = (
     *GROUPS,
     "seed",
@@ -71,7 +72,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "ffn.n_experts": (1, 10**4),
     "ffn.balance": (0, 1e6),
     "ffn.z_loss": (0, 1e6),
-    "optim.lr": (0, 1e6),
+    "optim.lr": (1e-12, 1e6),
     "optim.lr_scale": (0, 1e6),
     "optim.weight_decay": (0, 1e3),
     "optim.momentum": (0, 0.999999),
@@ -81,16 +82,20 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.warmup_frac": (0, 1),
     "schedule.decay_frac": (0, 1),
     "schedule.floor": (0, 1),
+    "attention.scale": (1e-6, 1e3),
     "attention.rope_base": (1, 1e12),
     "attention.rope_frac": (0, 1),
+    "attention.n_kv_heads": (1, 10**4),
+    "attention.window": (1, 2**20),
     "norm.eps": (0, 1),
     "norm_ffn.eps": (0, 1),
 }
 # `fit` builds these parts, so it waits until each of them is well-formed.
 FIT_NEEDS = ("model", "attention", "ffn", "act", "threshold", "skip", "stream", "residual", "norm", "data")
 FIT_NEEDS += ("tokenizer", "logger", "unknown key", "_target_")
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str | None, ...]] = {
     "model.order": tuple(ORDERS),
+    "optim.ns_precision": ("auto", "bf16", "fp32", None),
     "model.init": SCHEMES,
     "ffn.match": MATCHES,
     "ffn.share": SHARES,
@@ -109,7 +114,7 @@ def validate(cfg: Mapping[str, Any]) -> None:
             line for path, bounds in RANGES.items() for line in outside(path, find(cfg, path), bounds)
         ]
         problems += [
-            f"{path}={find(cfg, path)!r}: expected one of {', '.join(names)}"
+            f"{path}={find(cfg, path)!r}: expected one of {', '.join(filter(None, names))}"
             for path, names in CHOICES.items()
             if find(cfg, path) not in names
         ]
@@ -154,6 +159,7 @@ def fit(cfg: Mapping[str, Any]) -> list[str]:
     layers = {
         "model.drop_attn": model["drop_attn"],
         "model.drop_ffn": model["drop_ffn"],
+        "attention.long_layers": find(cfg, "attention.long_layers") or [],
         "model.value_embeddings": [layer for table in model["value_embeddings"] for layer in table],
     }
     problems = [
@@ -162,18 +168,35 @@ def fit(cfg: Mapping[str, Any]) -> list[str]:
         for layer in named
         if not 0 <= layer < model["n_layers"]
     ]
-    for key in ("scale", "ffn_scale"):
-        if isinstance(cfg["residual"][key], str) and cfg["residual"][key] != "learned":
-            problems.append(f"residual.{key}={cfg['residual'][key]!r}: expected a number or learned")
     if model["order"] == "parallel" and "post" in (cfg["residual"]["attn"], cfg["residual"]["ffn"]):
         problems.append(
             "model.order=parallel with residual=post: a post-norm replaces the stream, which parallel "
             "sublayers share; expected pre, peri, out or none"
         )
+    for key in RESIDUAL:
+        kinds = {"scale": ("learned", "layerscale"), "carry": ("learned",)}.get(key.removeprefix("ffn_"), ())
+        if kinds and isinstance(given := cfg["residual"][key], str) and given not in kinds:
+            problems.append(f"residual.{key}={given!r}: expected a number or {' or '.join(kinds)}")
     if cfg["data"]["val_frac"] + cfg["data"]["test_frac"] >= 1:
         problems.append(
             "data.val_frac + data.test_frac: expected less than 1, so that text is left to train on"
         )
+    tabled = layers["model.value_embeddings"]
+    problems += [
+        f"model.value_embeddings: layer {layer} stands in two tables"
+        for layer in {*tabled}
+        if tabled.count(layer) > 1
+    ]
+    problems += [
+        f"model.value_embeddings: layer {layer} has no attention (model.drop_attn)"
+        for layer in {*tabled} & {*model["drop_attn"]}
+    ]
+    if {*range(model["n_layers"])} <= {*model["drop_attn"]} & {*model["drop_ffn"]}:
+        problems.append("model.drop_attn and model.drop_ffn leave no sublayer in any layer")
+    if cfg["schedule"].get("warmup_frac", 0) + cfg["schedule"].get("decay_frac", 0) > 1:
+        problems.append("schedule.warmup_frac + schedule.decay_frac: expected at most 1")
+    if cfg["optim"].get("nesterov") and not cfg["optim"].get("momentum"):
+        problems.append("optim.nesterov=true needs optim.momentum > 0")
     if betas := cfg["optim"].get("betas"):
         problems += [] if len(betas) == 2 else [f"optim.betas={betas}: expected two numbers"]
     return problems or [line for call in trials(cfg) for line in problems_of(call)]

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from ffnlab import build
 from ffnlab.nn.count import COMPONENTS, component, count, tied, total
 
 
@@ -82,6 +83,55 @@ def test_agrees_with_the_counter_of_torch():
         y = attn.out(y.transpose(1, 2).reshape(1, t, d))
         head(ffn.down(ffn.act(ffn.up(y))))
     assert counter.get_total_flops() == t * total(count(model, seq_len=t).values()).flops_per_token
+
+
+class Masked(nn.Module):
+    """Attention with explicit products, so that torch's counter sees them."""
+
+    def __init__(self, attn: nn.Module, heads: int, groups: int):
+        super().__init__()
+        self.attn, self.heads, self.groups = attn, heads, groups
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q = self.attn.q(x).view(b, t, self.heads, -1).transpose(1, 2)
+        k, v = (m(x).view(b, t, self.groups, -1).transpose(1, 2) for m in (self.attn.k, self.attn.v))
+        k, v = (y.repeat_interleave(self.heads // self.groups, dim=1) for y in (k, v))
+        return self.attn.out((F.softmax(q @ k.mT, dim=-1) @ v).transpose(1, 2).reshape(b, t, d))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_grouped_queries_agree_with_the_counter_of_torch(groups):
+    """Fewer rows in k and v, as many scores; the parameters are those of the matrices."""
+    sizes = ["model.n_layers=1", "model.d_model=32", "model.n_heads=4", "model.seq_len=20"]
+    cfg, _ = build.compose([*sizes, f"attention.n_kv_heads={groups}"])
+    model = build.model(cfg, 64)
+    cost = count(model, seq_len=20)["attention"]
+    with FlopCounterMode(display=False) as counter:
+        Masked(model.blocks[0]["attn"], 4, groups)(torch.randn(1, 20, 32))
+    assert counter.get_total_flops() == 20 * cost.flops_per_token
+    assert cost.parameters == 2 * 32 * 32 + 2 * 32 * 8 * groups
+
+
+def test_a_window_is_what_attention_is_charged_for():
+    """Of 3 layers two see 8 positions and one sees all 64 (or all that there are)."""
+    sizes = ["model.n_layers=3", "model.d_model=32", "model.n_heads=4", "model.seq_len=64"]
+    cfg, _ = build.compose([*sizes, "attention.window=8", "attention.long_layers=[1]"])
+    model = build.model(cfg, 64)
+    matrices = 3 * 4 * 2 * 32 * 32
+    assert count(model, seq_len=64)["attention"].flops_per_token == matrices + 4 * 32 * (8 + 64 + 8)
+    assert count(model, seq_len=6)["attention"].flops_per_token == matrices + 4 * 32 * (6 + 6 + 6)
+    seen = [64 if m is None else int(m.sum(-1).max()) for m in (b["attn"].mask for b in model.blocks)]
+    assert seen == [8, 64, 8]
+
+
+def test_the_matrices_of_concatenated_skips_are_counted():
+    plain, skips = (
+        count(build.model(build.compose(["model.n_layers=6", "model.d_model=32", *more])[0], 64), 8)["other"]
+        for more in ([], ["skip=unet_concat"])
+    )
+    assert skips.parameters - plain.parameters == 2 * 2 * 32 * 32
+    assert skips.flops_per_token - plain.flops_per_token == 2 * 2 * 2 * 32 * 32
 
 
 def test_a_shared_layer_is_stored_once_and_paid_for_twice():

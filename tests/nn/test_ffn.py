@@ -6,12 +6,15 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from ffnlab.config import compose
+from ffnlab import build
+from ffnlab.config import compose, settings
 from ffnlab.nn.ffn.base import FFN
+from ffnlab.nn.gpt import ModelSettings
 from ffnlab.nn.norm import RMSNorm
 from ffnlab.nn.threshold import FixedThreshold, LearnedThreshold
 
@@ -130,8 +133,9 @@ def test_equals_its_formula(name, bias, make_ffn):
 
 
 @pytest.mark.parametrize(("name", "act"), CASES)
-def test_shape_and_a_gradient_for_every_parameter(name, act, make_ffn):
-    ffn = make_ffn(name, act, bias=ALL, wrap=LearnedThreshold(init=0.1, active_frac=None, scope="layer"))
+def test_shape_and_a_gradient_for_every_parameter(name, act, make_ffn, make_act):
+    scope = "neuron" if make_act(act, 1).shift_invariant else "layer"  # one C for all would do nothing
+    ffn = make_ffn(name, act, bias=ALL, wrap=LearnedThreshold(init=0.1, active_frac=None, scope=scope))
     x = torch.randn(2, 50, 16, requires_grad=True)
     y = ffn(x)
     assert y.shape == x.shape
@@ -270,6 +274,68 @@ def test_identity_collapses_to_one_linear_map(make_ffn):
     ffn = make_ffn("mlp", "identity").double()  # E66
     x = torch.randn(10, 16, dtype=torch.float64)
     torch.testing.assert_close(ffn(x), F.linear(x, ffn.down.weight @ ffn.up.weight))
+
+
+@pytest.mark.parametrize(("act", "collapses"), [("identity", True), ("relu", False), ("gelu", False)])
+def test_stacked_linear_layers_collapse_to_one(act, collapses, make_ffn):
+    """E66: a residual stack without activations is the product of its (I + down up); with one it is not."""
+    stack = [make_ffn("mlp", act).double() for _ in range(5)]
+    for ffn in stack:
+        torch.nn.init.normal_(ffn.up.weight, std=0.3)
+        torch.nn.init.normal_(ffn.down.weight, std=0.3)
+    x = y = torch.randn(20, 16, dtype=torch.float64)
+    product = torch.eye(16, dtype=torch.float64)
+    for ffn in stack:
+        y = y + ffn(y)
+        product = (torch.eye(16, dtype=torch.float64) + ffn.down.weight @ ffn.up.weight) @ product
+    assert torch.allclose(y, x @ product.T) == collapses
+
+
+def test_two_layers_by_hand(make_ffn):
+    """E98: x = (1, 2, -1) gives h = (0, 0.3) and y = -0.3, here the first of the three outputs."""
+    ffn = make_ffn("mlp", "relu", d_model=3, d_ff=2, bias=ALL)
+    with torch.no_grad():
+        ffn.up.weight.copy_(torch.tensor([[0.5, -0.5, 1.0], [1.0, 0.0, 0.5]]))
+        ffn.up.bias.copy_(torch.tensor([0.1, -0.2]))
+        ffn.down.weight.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]))
+        ffn.down.bias.zero_()
+    x = torch.tensor([1.0, 2.0, -1.0])
+    torch.testing.assert_close(ffn.hidden(x), torch.tensor([0.0, 0.3]))
+    torch.testing.assert_close(ffn(x), torch.tensor([-0.3, 0.0, 0.0]))
+
+
+def mlp_forward(x, weights, biases):
+    """E99, in NumPy: ReLU between the layers of a chain, none after the last."""
+    for w, b in zip(weights[:-1], biases[:-1], strict=True):
+        x = np.maximum(0, w @ x + b)
+    return weights[-1] @ x + biases[-1]
+
+
+def test_numpy_forward(make_ffn):
+    """E99: sizes 3-4-2-1 give the shape (1,); with one hidden layer it is ffn=mlp act=relu on one token."""
+    rng = np.random.default_rng(0)
+    sizes = [(4, 3), (2, 4), (1, 2)]
+    chain = mlp_forward(
+        rng.normal(size=3), [rng.normal(size=s) for s in sizes], [np.zeros(s[0]) for s in sizes]
+    )
+    assert chain.shape == (1,)
+    ffn = make_ffn("mlp", "relu", bias=ALL).double()
+    weights, biases = zip(
+        *((m.weight.detach().numpy(), m.bias.detach().numpy()) for m in (ffn.up, ffn.down)), strict=True
+    )
+    x = rng.normal(size=16)
+    np.testing.assert_allclose(
+        ffn(torch.tensor(x)).detach().numpy(), mlp_forward(x, weights, biases), rtol=1e-12
+    )
+
+
+def test_a_threshold_that_cannot_matter_is_said():
+    cfg, _ = compose(["act=quantile", "threshold=learned"])
+    with pytest.warns(UserWarning, match="ignores a threshold"):
+        build.ffn_maker(cfg, settings(ModelSettings, cfg["model"], "model"))(0)
+    for quiet in (["act=quantile"], ["act=quantile", "threshold=learned", "threshold.scope=neuron"]):
+        cfg, _ = compose(quiet)
+        build.ffn_maker(cfg, settings(ModelSettings, cfg["model"], "model"))(0)
 
 
 BRINGS = {"glu": "Sigmoid", "bilinear": "Identity", "reglu": "ReLU", "geglu": "GELU", "swiglu": "SiLU"}

@@ -10,8 +10,11 @@ from ffnlab import build
 from ffnlab.errors import UserError
 from ffnlab.nn.gpt import Context, run_block_checkpointed
 from ffnlab.nn.head import Head
+from ffnlab.nn.norm import LayerNorm
 from ffnlab.nn.position import Rope
+from ffnlab.nn.residual import PLACEMENTS
 from ffnlab.nn.skip import choose_pairs
+from ffnlab.validate import validate
 
 TINY = ["model.n_layers=6", "model.d_model=32", "model.n_heads=2", "model.seq_len=24"]
 
@@ -135,7 +138,56 @@ def test_pairs_of_twelve_layers_are_those_of_record42():
         choose_pairs(6, [[2, 9]], [])
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "scalar", "vector"])
+def test_a_gate_that_reads_the_stream_equals_its_formula():
+    model = make("skip=unet", "skip.gate=input", "model.zero_out=false").eval()
+    skip = model.parts["skip"]
+    ctx = Context(tokens())
+    kept, x = torch.randn(2, 2, 24, 32)
+    skip.after(1, kept, ctx)
+    torch.testing.assert_close(skip.before(4, x, ctx), x + 0.18242552 * kept)  # w = 0: one gate for all
+    with torch.no_grad():
+        skip.gate_01_04_w.copy_(torch.randn(12))
+        skip.gate_01_04.fill_(0.7)
+    gate = 1 / (1 + torch.exp(-(x[..., :12] @ skip.gate_01_04_w + 0.7)))
+    torch.testing.assert_close(skip.before(4, x, ctx), x + gate[..., None] * kept)
+    assert skip.values()["skip_01_04"].item() == pytest.approx(1 / (1 + math.exp(-0.7)))
+    model.loss(tokens(), tokens()).backward()
+    assert all(p.grad.abs().sum() > 0 for p in skip.parameters())
+
+
+def test_concatenated_skip_equals_its_formula():
+    model = make("skip=unet_concat", "skip.drop=[3]", "model.zero_out=false").eval()
+    x = tokens()
+    w = model.parts["skip"].join_01_04.weight
+    assert w.shape == (32, 64)
+    stream, saved = model.embed(x), {}
+    for i, block in enumerate(model.blocks):
+        if i == 4:
+            stream = stream + stream @ w[:, :32].T + saved[1] @ w[:, 32:].T
+        stream = saved[i] = block(stream, Context(x))
+    torch.testing.assert_close(model.hidden(x), model.norm(stream))
+
+
+def test_concatenated_skip_starts_as_no_skip_and_is_a_matrix_for_muon():
+    x, plain, model = tokens(), make(), make("skip=unet_concat")
+    assert torch.equal(plain(x), model(x))
+    assert {n for n in dict(model.named_parameters()) if n.startswith("parts.")} == {
+        "parts.skip.join_01_04.weight",
+        "parts.skip.join_02_03.weight",
+    }
+    cfg, _ = build.compose([*TINY, "skip=unet_concat"])
+    muon = {
+        id(p) for group in build.optimizer(cfg, model).optimizers[0].param_groups for p in group["params"]
+    }
+    assert id(model.parts["skip"].join_01_04.weight) in muon
+
+
+def test_dropped_skips_of_both_kinds():
+    for skip in ("unet", "unet_concat"):
+        assert make(f"skip={skip}", "skip.drop=[4]").parts["skip"].pairs == [(2, 3)]  # E33
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "scalar", "vector", "input"])
 def test_gates_start_at_the_same_value(kind: str):
     gate = make("skip=unet", f"skip.gate={kind}").parts["skip"].gate(1, 4)
     torch.testing.assert_close(gate, torch.full_like(gate, 0.18242552))
@@ -167,29 +219,65 @@ def test_rope_depends_on_distance_only_and_half_of_it_can_rest():
     assert torch.equal(half(x)[..., still], x[..., still])
 
 
-@pytest.mark.parametrize("scale", ["0.8", "learned"])
+@pytest.mark.parametrize("carry", [1.0, 0.9, "learned"])
+@pytest.mark.parametrize("scale", [1.0, 0.8, "learned", "layerscale"])  # 0.8: E72
 @pytest.mark.parametrize("placement", ["pre", "post", "peri", "out", "none"])
-def test_residual_placements_equal_their_formulas(placement: str, scale: str):
-    model = make(
-        f"residual={placement}", f"residual.scale={scale}", "model.zero_out=false", "norm=layernorm"
-    ).eval()
-    block = model.blocks[0]
-    residual, ffn = block["residual"]["ffn"], block["ffn"]
-    s = 0.8 if scale == "0.8" else 1.0
-    x = torch.randn(2, 24, 32)
+def test_residual_placements_equal_their_formulas(placement: str, scale: float | str, carry: float | str):
+    options = {"d_model": 32, "scale": scale, "scale_init": 0.3, "carry": carry, "dropout": 0.0}
+    residual = PLACEMENTS[placement](lambda: LayerNorm(32, gain=True, bias=True, eps=1e-5), **options)
+    s, c = residual.scale, residual.carry
+    assert getattr(s, "shape", None) == {"learned": (), "layerscale": (32,)}.get(scale)
+    learned = [(p, start) for p, start in ((s, 0.3), (c, 1.0)) if isinstance(p, torch.nn.Parameter)]
+    for parameter, start in learned:
+        assert torch.equal(parameter, torch.full_like(parameter, start))
+        torch.nn.init.normal_(parameter)
+    x, w = torch.randn(2, 24, 32), torch.randn(32, 32)
+
+    def f(v):
+        return torch.tanh(v @ w)
 
     def norm(v):
         return F.layer_norm(v, (32,), eps=1e-5)
 
     expected = {
-        "pre": lambda: x + s * ffn(norm(x)),
-        "post": lambda: norm(x + s * ffn(x)),
-        "peri": lambda: x + s * norm(ffn(norm(x))),
-        "out": lambda: x + s * norm(ffn(x)),
-        "none": lambda: x + s * ffn(x),
+        "pre": lambda: c * x + s * f(norm(x)),
+        "post": lambda: norm(c * x + s * f(x)),
+        "peri": lambda: c * x + s * norm(f(norm(x))),
+        "out": lambda: c * x + s * norm(f(x)),
+        "none": lambda: c * x + s * f(x),
     }[placement]()
-    torch.testing.assert_close(residual(x, ffn), expected, atol=1e-5, rtol=1e-5)
-    assert isinstance(model.norm, torch.nn.Identity) == (placement == "post")
+    torch.testing.assert_close(residual(x, f), expected, atol=1e-5, rtol=1e-5)
+    for parameter, _ in learned:
+        assert torch.autograd.grad((residual(x, f) * x.roll(1)).sum(), parameter)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "peri", "out", "none"])
+def test_only_post_norm_has_no_final_norm(placement: str):
+    assert isinstance(make(f"residual={placement}").norm, torch.nn.Identity) == (placement == "post")
+
+
+def test_each_sublayer_can_have_its_own_factors():
+    options = ["residual.scale=layerscale", "residual.scale_init=0.1", "residual.ffn_scale=0.5"]
+    residual = make(*options, "residual.carry=0.9", "residual.ffn_carry=learned").blocks[1]["residual"]
+    assert residual["attn"].scale.shape == (32,)
+    assert residual["attn"].scale.mean().item() == pytest.approx(0.1)
+    assert (residual["ffn"].scale, residual["attn"].carry) == (0.5, 0.9)
+    assert residual["ffn"].carry.shape == ()
+
+
+def test_a_carried_stream_decays():
+    """x <- c x at each of 12 sublayers whose branches are 0: c^12 of the embedding is left."""
+    model = make("residual.carry=0.9", "norm=none")  # zero_out: every branch starts at 0
+    x = tokens()
+    torch.testing.assert_close(model.hidden(x), 0.9**12 * model.embed(x))
+
+
+@pytest.mark.parametrize("key", ["scale", "ffn_scale", "carry", "ffn_carry"])
+def test_an_unknown_factor_is_refused(key: str):
+    kind = "layerscale" if "carry" in key else "learnt"
+    cfg, _ = build.compose([*TINY, f"residual.{key}={kind}"])
+    with pytest.raises(UserError, match=f"residual.{key}='{kind}': expected a number or learned"):
+        validate(cfg)
 
 
 def test_scale_invariance_of_the_network_without_biases():

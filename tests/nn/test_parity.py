@@ -57,16 +57,28 @@ def test_gpt2_logits_equal_hugging_face():
     assert difference < 1e-4
 
 
-def test_llama_logits_equal_hugging_face():
-    cfg, _ = build.compose(["arch=llama", *TINY, "ffn.d_ff=88", "norm.eps=1e-6"])
+@pytest.mark.parametrize(
+    ("family", "overrides", "theirs"),
+    [
+        ("Llama", [], {}),
+        ("Llama", ["attention.n_kv_heads=2"], {"num_key_value_heads": 2}),
+        ("Mistral", ["attention.window=5"], {"sliding_window": 5}),
+        ("Mistral", ["attention.n_kv_heads=1", "attention.window=3"],
+         {"num_key_value_heads": 1, "sliding_window": 3}),
+    ],
+)  # fmt: skip
+def test_llama_and_mistral_logits_equal_hugging_face(family: str, overrides: list[str], theirs: dict):
+    cfg, _ = build.compose(["arch=llama", *TINY, "ffn.d_ff=88", "norm.eps=1e-6", *overrides])
     with pytest.warns(UserWarning, match="expansion"):
         ours = build.model(cfg, 97).eval()
     shake(ours)
-    config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=16, rms_norm_eps=1e-6, tie_word_embeddings=False,
-    )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config).eval()
+    sizes = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    }  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **theirs})
+    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     state = {
         "model.embed_tokens.weight": ours.embed.weight,
         "model.norm.weight": ours.norm.weight,
@@ -79,9 +91,9 @@ def test_llama_logits_equal_hugging_face():
         state[f"{there}self_attn.o_proj.weight"] = attn.out.weight
         state[f"{there}input_layernorm.weight"] = norms["attn"].norm.weight
         state[f"{there}post_attention_layernorm.weight"] = norms["ffn"].norm.weight
-    theirs.load_state_dict(state, strict=True)
+    reference.load_state_dict(state, strict=True)
     with torch.no_grad():
-        difference = (ours(TOKENS) - theirs(TOKENS).logits).abs().max()
+        difference = (ours(TOKENS) - reference(TOKENS).logits).abs().max()
     assert difference < 1e-4
 
 

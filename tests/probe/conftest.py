@@ -32,6 +32,7 @@ def make_gpt(
     dropout: float = 0.0,
     gate: str = "sigmoid",
     scale: float | str = 1.0,
+    carry: float | str = 1.0,
     seed: int = 0,
 ) -> GPT:
     """Four layers of width 16 with every stream part; weights are torch's defaults, drawn with `seed`."""
@@ -71,6 +72,9 @@ def make_gpt(
             bias=frozenset(),
             scale=None,
             gate=False,
+            n_kv_heads=None,
+            window=None,
+            long_layers=[],
         )
         sublayers = {
             "attn": attn,
@@ -78,7 +82,8 @@ def make_gpt(
                 d_model=D, d_ff=F, make_act=lambda n: threshold(act(n), n), bias=bias, dropout=dropout
             ),
         }
-        return Block(sublayers, {role: PreNorm(norm, scale=scale, dropout=dropout) for role in sublayers})
+        options = {"d_model": D, "scale": scale, "scale_init": 1.0, "carry": carry, "dropout": dropout}
+        return Block(sublayers, {role: PreNorm(norm, **options) for role in sublayers})
 
     sizes = {"d_model": D, "n_layers": LAYERS}
     parts: dict[str, nn.Module] = {

@@ -170,6 +170,19 @@ def test_gates_and_lambdas(gpt, observer):
     assert not seen.arrays
 
 
+def test_layerscale_and_carry(gpt, observer):
+    model = gpt(scale="layerscale", carry="learned")
+    with torch.no_grad():
+        model.blocks[2]["residual"]["ffn"].scale.copy_(torch.arange(16) / 15)
+        model.blocks[1]["residual"]["attn"].carry.fill_(0.9)
+    seen = observer(model, {"gates": Gates(every=1)}).observe(0)
+    names = ("L02/residual_ffn", "L01/residual_attn", "L01/residual_attn_carry", "L02/residual_ffn_carry")
+    assert [seen.scalars[f"probe/gates/{name}"] for name in names] == pytest.approx([0.5, 1.0, 0.9, 1.0])
+    array, dims = seen.arrays["gates/L02/residual_ffn"]
+    np.testing.assert_allclose(array, np.arange(16) / 15, rtol=1e-6)
+    assert dims == ("channel",)
+
+
 def test_vector_gates_keep_every_channel(gpt, observer):
     seen = observer(gpt(gate="vector"), {"gates": Gates(every=1)}).observe(0)
     array, dims = seen.arrays["gates/skip_01_02/value"]

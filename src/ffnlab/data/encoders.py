@@ -67,8 +67,14 @@ class Tokenizer(ABC):
         """Write one json file, atomically."""
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"format": FORMAT, **self.to_dict()}), encoding="utf-8")
-        temporary.replace(target)
+        try:
+            temporary.write_text(json.dumps({"format": FORMAT, **self.to_dict()}), encoding="utf-8")
+            temporary.replace(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(
+                f"{target} cannot be written: {error.strerror}. Free some space or choose another out=..."
+            ) from error
 
 
 class ByteTokenizer(Tokenizer):

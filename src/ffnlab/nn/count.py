@@ -11,6 +11,8 @@ Nothing is declared by a variant, so a new one is counted the day it is written:
   the FLOPs are those of an average token that is not dropped, and `active_parameters` those that it meets;
 - attention (a module with matrices `q`, `k` and `out`) adds 2 * T * q.out for the scores and 2 * T * out.in
   for the weighted sum: 4 * T * d_model per token of a full window of T, causal or not (the same notebook).
+  Shared keys and values (fewer outputs of `k` and `v`) make the projections cheaper, not these two. Where the
+  module has a `window`, T is at most that: what the model needs, although a masked kernel may compute more.
 
 The backward pass costs twice the forward pass, hence `TRAINING` = 3 forward passes a step.
 """
@@ -98,7 +100,8 @@ def module_flops(module: nn.Module, seq_len: int) -> int:
     children = dict(module.named_children())
     q, k, out = (children.get(name) for name in ("q", "k", "out"))
     if isinstance(q, nn.Linear) and isinstance(k, nn.Linear) and isinstance(out, nn.Linear):
-        return 2 * seq_len * (q.out_features + out.in_features)
+        seen = min(seq_len, getattr(module, "window", None) or seq_len)
+        return 2 * seen * (q.out_features + out.in_features)
     return 0
 
 

@@ -52,7 +52,7 @@ class Context:
     tokens: Int[Tensor, "B T"]
     x0: Tensor | None = None  # the stream that enters block 0
     saved: dict[int, Tensor] = field(default_factory=dict)  # streams that a later part reads, by block
-    values: dict[int, Tensor] = field(default_factory=dict)  # value embeddings (B T D), by block
+    values: dict[int, Tensor] = field(default_factory=dict)  # value embeddings, as wide as v, by block
     penalties: list[Tensor] | None = field(default_factory=list)  # of the parts; None: taken, no more wanted
 
 
@@ -93,14 +93,16 @@ def feed(ffn: nn.Module, x: Tensor, ctx: Context) -> Tensor:
 
 
 class ParallelBlock(Block):
-    """x + s_a attn(norm_a x) + s_f ffn(norm_f x): all sublayers read the same stream (PaLM, arXiv 2204.02311,
-    section 2). Each keeps its norm and its scale; under a norm without parameters that is the papers' shared
-    norm.
+    """c_a c_f x + s_a attn(norm_a x) + s_f ffn(norm_f x), scales s and carries c being 1 unless they are set:
+    all sublayers read the same stream (PaLM, arXiv 2204.02311, section 2). Each keeps its norm; under a norm
+    without parameters that is the shared norm of the paper.
     """
 
     def forward(self, x: Float[Tensor, "B T D"], ctx: Context) -> Float[Tensor, "B T D"]:
         residual: Any = self["residual"]
         branches = [residual[role].branch(x, self.branch(role, ctx)) for role in self.roles]
+        for role in self.roles:
+            x = residual[role].carried(x)
         return sum(branches, x)
 
 
@@ -141,7 +143,6 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         self.seq_len, self.d_model, self.n_layers = settings.seq_len, settings.d_model, settings.n_layers
         self.embed = embed
-        self.drop = nn.Dropout(settings.dropout)
         self.parts = nn.ModuleDict(parts)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm

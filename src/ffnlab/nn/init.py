@@ -7,6 +7,7 @@ between them.
 
 import hashlib
 import math
+import re
 from functools import partial
 
 import torch
@@ -16,7 +17,9 @@ from ffnlab.errors import UserError
 from ffnlab.nn.head import Head
 
 SCHEMES = ("uniform", "normal", "he", "xavier", "gpt2")
-OUTPUTS = (".down", ".down.out", ".down.plus", ".down.minus", ".attn.out")  # projections into the stream
+OUTPUTS = re.compile(  # projections back into the stream
+    r".*(\.down(\.out|\.plus|\.minus)?|\.attn\.out|\.skip\.join_\w+)"
+)
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -41,9 +44,9 @@ def draw(shape: torch.Size, scheme: str, *, residual_scale: float, rng: torch.Ge
     return torch.empty(shape).normal_(0, sd, generator=rng)
 
 
-def embedding_sd(scheme: str, d_model: int) -> float:
-    """1, but 0.02 for gpt2 and 1/sqrt(D) for xavier (whose users multiply the embedding by sqrt(D))."""
-    return {"gpt2": 0.02, "xavier": d_model**-0.5}.get(scheme, 1.0)
+def embedding_sd(scheme: str, d_model: int, tied: bool) -> float:
+    """1; 1/sqrt(D) where it is the head too, whose logits then start at about sd 1; 0.02 for gpt2."""
+    return 0.02 if scheme == "gpt2" else d_model**-0.5 if tied else 1.0
 
 
 @torch.no_grad()
@@ -58,16 +61,17 @@ def initialise(model: nn.Module, *, seed: int, scheme: str, zero_out: bool, n_la
     if scheme not in SCHEMES:
         raise UserError(f"model.init={scheme!r}: expected one of {', '.join(SCHEMES)}")
     done: set[int] = set()
+    heads = {id(m.weight) for m in model.modules() if isinstance(m, Head)}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Embedding) or id(module.weight) in done:
             continue
         done.add(id(module.weight))
         rng = generator(seed, f"{name}.weight")
         if isinstance(module, nn.Embedding):
-            sd = embedding_sd(scheme, module.embedding_dim)
+            sd = embedding_sd(scheme, module.embedding_dim, tied=id(module.weight) in heads)
             module.weight.copy_(torch.empty(module.weight.shape).normal_(0, sd, generator=rng))
             continue
-        output = name.endswith(OUTPUTS)
+        output = OUTPUTS.fullmatch(name) is not None
         if zero_out and (output or isinstance(module, Head)):
             module.weight.zero_()
         else:

@@ -26,6 +26,28 @@ class LayerNorm(nn.LayerNorm):
 
     def __init__(self, d: int, *, gain: bool, bias: bool, eps: float):
         super().__init__(d, eps=eps, elementwise_affine=gain, bias=bias)
+        if bias and not gain:  # which torch's own leaves without either
+            self.bias = nn.Parameter(torch.zeros(d))
+
+
+class DyT(nn.Module):
+    """tanh(a x), times a learned gain and plus a learned bias if asked (Zhu et al., Dynamic Tanh, arXiv
+    2503.10622). a is one learned number that starts at `init`.
+
+    No statistics: unlike a norm it sees the length of x. The paper starts at 0.5; its Llamas start wider ones
+    lower and the FFN's below attention's (7B: `norm.init=0.8 norm_ffn.init=0.2`).
+    """
+
+    def __init__(self, d: int, *, gain: bool, bias: bool, init: float):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(float(init)))
+        self.weight = nn.Parameter(torch.ones(d)) if gain else None
+        self.bias = nn.Parameter(torch.zeros(d)) if bias else None
+
+    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
+        y = torch.tanh(self.alpha * x)
+        y = y if self.weight is None else y * self.weight.to(y.dtype)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class NoNorm(nn.Module):

@@ -43,7 +43,7 @@ class Rope(nn.Module):
 class LearnedPosition(StreamPart):
     """x_t <- x_t + p_t before block 0, p learned (GPT-2)."""
 
-    def __init__(self, *, d_model: int, seq_len: int):
+    def __init__(self, *, d_model: int, seq_len: int, tied: bool):
         super().__init__()
         self.table = nn.Embedding(seq_len, d_model)
 
@@ -52,19 +52,21 @@ class LearnedPosition(StreamPart):
 
 
 class SinusoidalPosition(StreamPart):
-    """x_t <- sqrt(D) x_t + p_t before block 0; p_t[2k], p_t[2k+1] = sin, cos of t / 10000^(2k/D) (arXiv
+    """x_t <- s x_t + p_t before block 0; p_t[2k], p_t[2k+1] = sin, cos of t / 10000^(2k/D) (arXiv
     1706.03762, 3.5).
+
+    s is sqrt(D) where the embedding is the head too and starts at sd 1/sqrt(D), as there (3.4), else 1.
     """
 
     table: Tensor
 
-    def __init__(self, *, d_model: int, seq_len: int):
+    def __init__(self, *, d_model: int, seq_len: int, tied: bool):
         super().__init__()
         speed = 10000.0 ** -(torch.arange(0, d_model, 2) / d_model)
         angle = torch.outer(torch.arange(seq_len).float(), speed)
         table = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :d_model]
         self.register_buffer("table", table, persistent=False)
-        self.factor = math.sqrt(d_model)
+        self.factor = math.sqrt(d_model) if tied else 1.0
 
     def before(self, i: int, x: Tensor, ctx: Any) -> Tensor:
         return self.factor * x + self.table[: x.shape[1]] if i == 0 else x

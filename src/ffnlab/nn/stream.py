@@ -33,6 +33,17 @@ class EmbedNorm(StreamPart):
         return rms_norm(x, 1e-6) if i == 0 else x
 
 
+class EmbedDropout(StreamPart):
+    """Dropout of the stream that enters block 0, positions added (arXiv 1706.03762, 5.4)."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.drop = nn.Dropout(p)
+
+    def before(self, i: int, x: Tensor, ctx: Any) -> Tensor:
+        return self.drop(x) if i == 0 else x
+
+
 class X0Lambdas(StreamPart):
     """Before block i: x <- a_i x + b_i x0, where x0 is the stream that entered block 0; a = 1 and b = 0 at
     the start.
@@ -97,13 +108,13 @@ class Smear(StreamPart):
 
 class ValueEmbeddings(StreamPart):
     """Tables of value embeddings: block i reads table k where i stands in `tables[k]`; its attention mixes
-    them into v.
+    them into v, whose width is `d_value`.
     """
 
-    def __init__(self, *, tables: list[list[int]], vocab_size: int, d_model: int):
+    def __init__(self, *, tables: list[list[int]], vocab_size: int, d_value: int):
         super().__init__()
         self.table_of = {layer: k for k, layers in enumerate(tables) for layer in layers}
-        self.tables = nn.ModuleList(nn.Embedding(vocab_size, d_model) for _ in tables)
+        self.tables = nn.ModuleList(nn.Embedding(vocab_size, d_value) for _ in tables)
 
     def before(self, i: int, x: Tensor, ctx: Any) -> Tensor:
         if i in self.table_of:

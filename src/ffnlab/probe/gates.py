@@ -8,7 +8,7 @@ from torch import Tensor, as_tensor, nn
 
 from ffnlab.probe.base import Captured, Observation, Probe, to_numpy
 
-SCALE = re.compile(r"blocks\.(\d+)\.residual\.(\w+)\.scale")
+FACTOR = re.compile(r"blocks\.(\d+)\.residual\.(\w+)\.(scale|carry)")
 OF_LAYER = re.compile(r"L\d\d/\w+")
 
 
@@ -17,8 +17,9 @@ class Gates(Probe):
 
     A module under `parts.*` says its values itself, by `values() -> dict[str, float | Tensor]`. A key that
     begins with a layer ('L03/x', 'L03/x0') becomes `probe/lambdas/L03/x`, another ('skip_01_04', 'backout')
-    becomes `probe/gates/skip_01_04/value`. Learned residual scales are `probe/gates/L03/residual_ffn`. A
-    vector is reported by its mean, with the array `gates/skip_01_04/value (channel)`.
+    becomes `probe/gates/skip_01_04/value`. Learned residual scales are `probe/gates/L03/residual_ffn`, what
+    is carried on of the stream `probe/gates/L03/residual_ffn_carry`. A vector is reported by its mean, with
+    the array `gates/skip_01_04/value (channel)`.
     """
 
     def read(self, captured: Captured, model: nn.Module) -> Observation:
@@ -39,5 +40,6 @@ def _values(model: nn.Module) -> Iterator[tuple[str, float | Tensor]]:
             for key, value in values().items():
                 yield (f"lambdas/{key}" if OF_LAYER.fullmatch(key) else f"gates/{key}/value"), value
     for name, parameter in model.named_parameters():
-        if match := SCALE.fullmatch(name):
-            yield f"gates/L{int(match[1]):02d}/residual_{match[2]}", parameter
+        if match := FACTOR.fullmatch(name):
+            kind = "" if match[3] == "scale" else f"_{match[3]}"
+            yield f"gates/L{int(match[1]):02d}/residual_{match[2]}{kind}", parameter

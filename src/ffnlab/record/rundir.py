@@ -17,7 +17,7 @@ from ffnlab.record.files import disk_error, write_atomic
 from ffnlab.record.lock import Lock
 from ffnlab.record.metrics import Metrics, plain
 
-__all__ = ["Metrics", "RunDir", "differences", "load_config", "new_name", "write_atomic"]
+__all__ = ["Metrics", "RunDir", "differences", "load_config", "new_name", "read_info", "write_atomic"]
 
 STATUSES = ("running", "done", "diverged", "interrupted", "failed")
 _OVER = ("done", "diverged")  # divergence is a result: the same config would diverge again
@@ -107,7 +107,7 @@ class RunDir:
 
     def info(self) -> dict[str, Any]:
         """The content of run.json: id, name, status, created, and what `update` added."""
-        return _info(self.path)
+        return read_info(self.path)
 
     def update(self, **fields: Any) -> None:
         """Merge `fields` into run.json on the top level; a number that is not finite becomes a string."""
@@ -162,11 +162,12 @@ def _decide(
         raise UserError(
             f"out={path} holds a run with another config. Choose another out=..., or mend:", *different
         )
-    status = _info(path).get("status")
+    status = read_info(path).get("status")
     return "done" if status in _OVER and not (grows and status == "done") else "resume"
 
 
-def _info(path: Path) -> dict[str, Any]:
+def read_info(path: Path) -> dict[str, Any]:
+    """What run.json of a run directory says; empty where there is none."""
     try:
         info = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -4,7 +4,7 @@ import argparse
 import codecs
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,10 +15,11 @@ from ffnlab.data import Tokenizer, load_tokenizer
 from ffnlab.errors import UserError
 from ffnlab.nn.gpt import GPT
 from ffnlab.record.checkpoint import load, newest_complete
-from ffnlab.record.rundir import load_config
+from ffnlab.record.rundir import load_config, read_info
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN and how to draw."""
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as outputs/my-run")
     parser.add_argument(
         "--prompt", default="", help="the text to continue (default: the start of a document)"
@@ -30,14 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest (default 0.8)"
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument(
+        "--plugins", nargs="+", default=[], metavar="PACKAGE", help="packages whose code the run may use"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    model, tokenizer = load_run(args.run)
+    model, tokenizer = load_run(args.run, args.plugins)
     ids = start(tokenizer, args.prompt, model.seq_len)
     sys.stdout.write(args.prompt)
+    model.vocab_size = min(model.vocab_size, tokenizer.vocab_size)  # what can be drawn can be read
     drawn = generate(model, ids, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     for text in stream(tokenizer, drawn):
         sys.stdout.write(text)
@@ -61,9 +66,14 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(*problems)
 
 
-def load_run(path: Path) -> tuple[GPT, Tokenizer]:
+def load_run(path: Path, plugins: Sequence[str] = ()) -> tuple[GPT, Tokenizer]:
     """The model of a run, as its newest complete checkpoint has it, and the run's tokenizer."""
     cfg = load_config(path)
+    if cfg.get("plugins") and sorted(cfg["plugins"]) != sorted(plugins):
+        raise UserError(
+            f"{path} was trained with code of the packages {', '.join(cfg['plugins'])}; if you trust them: "
+            f"--plugins {' '.join(cfg['plugins'])}"
+        )
     if not (path / "tokenizer.json").is_file():
         raise UserError(
             f"{path} has no tokenizer.json: it was trained on token ids alone, which cannot be read as text"
@@ -75,7 +85,7 @@ def load_run(path: Path) -> tuple[GPT, Tokenizer]:
             f"{path} holds no complete checkpoint yet (the first one comes after checkpoint.every steps)"
         )
     tensors, _ = load(checkpoint)
-    model = build.model(cfg, tokenizer.vocab_size)
+    model = build.model(cfg, read_info(path).get("vocab_size", tokenizer.vocab_size))
     model.load_state_dict(tensors)
     return model.eval(), tokenizer
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ffnlab import build
 from ffnlab.device import autocast, choose_device, choose_precision
 from ffnlab.layers import layer_expansions
@@ -42,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
 def summarise(cfg: Mapping[str, Any], choices: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """All figures of the summary as plain values."""
     train = cfg["train"]
-    device = choose_device(train["device"])
-    precision = choose_precision(train["precision"], device)
+    # An explicit wish is taken as it is: a run is sized here that may be made elsewhere.
+    device = choose_device("auto") if train["device"] == "auto" else torch.device(train["device"])
+    precision = choose_precision("auto", device) if train["precision"] == "auto" else train["precision"]
     with imagined():
         model = build.model(cfg, vocab_size)
         costs = count(model, model.seq_len)

@@ -1,4 +1,4 @@
-"""GELU, exact and in its tanh approximation (Hendrycks & Gimpel, arXiv 1606.08415)."""
+"""GELU, exact and in its tanh approximation (Hendrycks & Gimpel, arXiv 1606.08415), and its square."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,3 +18,13 @@ class GELUTanh(Activation):
 
     def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
         return nn.functional.gelu(pre, approximate="tanh")
+
+
+class GELU2(Activation):
+    """GELU(x)^2: Primer's squaring (So et al., arXiv 2109.08668) of another activation.
+
+    Never negative; 0 only at x = 0, with a hump of height 0.029 at x = -0.752, where GELU is lowest.
+    """
+
+    def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
+        return nn.functional.gelu(pre).square()

@@ -1,9 +1,10 @@
-"""Piecewise linear activations and their square: ReLU, leaky ReLU, ReLU^2."""
+"""Piecewise linear activations and their squares: ReLU, leaky ReLU, PReLU, ReLU6, ReLU^2 and its kin."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ffnlab.errors import UserError
 from ffnlab.nn.act.base import Activation
 
 
@@ -27,6 +28,29 @@ class LeakyReLU(Activation):
         return nn.functional.leaky_relu(pre, self.negative_slope)
 
 
+class PReLU(Activation):
+    """x for x > 0, else a x, with one learned a per layer (He et al., arXiv 1502.01852: the shared form).
+
+    `slope` is where a starts; the paper starts at 0.25.
+    """
+
+    def __init__(self, *, d_ff: int, slope: float):
+        super().__init__(d_ff=d_ff)
+        self.slope = nn.Parameter(torch.tensor(float(slope)))
+
+    def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
+        return torch.where(pre > 0, pre, self.slope * pre)
+
+
+class ReLU6(Activation):
+    """min(max(0, x), 6): no gradient above 6 either (Krizhevsky 2010, Convolutional deep belief networks)."""
+
+    exact_zeros = True
+
+    def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
+        return nn.functional.relu6(pre)
+
+
 class ReLU2(Activation):
     """max(0, x)^2, derivative 2 max(0, x) (So et al., Primer, arXiv 2109.08668)."""
 
@@ -35,6 +59,56 @@ class ReLU2(Activation):
     def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
         squared, _ = SquaredReLU.apply(pre)
         return squared
+
+
+class LeakyReLU2(Activation):
+    """LeakyReLU(x)^2: x^2 for x > 0, else `negative_slope`^2 x^2. The sign is not kept: a negative x gives a
+    positive output, so that every neuron counts as active, and x = 0 is the lowest point.
+
+    Slope 0.5, squared as it comes: parameter-golf PR 549 (after 493 and 518) and nanochat's dev/LOG.md.
+    """
+
+    def __init__(self, *, d_ff: int, negative_slope: float):
+        super().__init__(d_ff=d_ff)
+        self.negative_slope = negative_slope
+
+    def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
+        return nn.functional.leaky_relu(pre, self.negative_slope).square()
+
+
+class StarReLU(Activation):
+    """s max(0, x)^2 + b, with one learned s and one learned b per layer (MetaFormer, arXiv 2210.13452).
+
+    s = 2/sqrt 5 and b = -1/sqrt 5 give mean 0 and variance 1 for x ~ N(0, 1). An inactive neuron puts out b,
+    which is no zero.
+    """
+
+    def __init__(self, *, d_ff: int, scale: float, bias: float):
+        super().__init__(d_ff=d_ff)
+        self.scale = nn.Parameter(torch.tensor(float(scale)))
+        self.bias = nn.Parameter(torch.tensor(float(bias)))
+
+    def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
+        squared, _ = SquaredReLU.apply(pre)
+        return self.scale * squared + self.bias
+
+
+class SmoothReLU2(Activation):
+    """x/2 * (x + sqrt(x^2 + a^2)), a = `width`: ReLU^2 as a -> 0 (nanochat PR 828, a = 0.2).
+
+    Rises everywhere; negative for x < 0, down to -a^2/4 far out, so no output is an exact zero.
+    """
+
+    def __init__(self, *, d_ff: int, width: float):
+        super().__init__(d_ff=d_ff)
+        if width <= 0:
+            raise UserError(f"act.width={width}: expected a number above 0; act=relu2 is the limit at 0")
+        self.width = width
+
+    def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
+        far = pre.abs() + (pre.square() + self.width**2).sqrt()
+        # x + sqrt(x^2 + a^2) is a small difference of large numbers for x < 0; a^2 / far is the same number.
+        return 0.5 * pre * torch.where(pre > 0, far, self.width**2 / far)
 
 
 class SquaredReLU(torch.autograd.Function):

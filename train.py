@@ -6,6 +6,7 @@ The one entry of Hydra. Exit codes: 0 done, or done before; 1 wrong input, or a 
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -22,7 +23,7 @@ try:
     from hydra.core.override_parser.types import Quote, QuotedString
     from hydra.errors import HydraException
     from hydra.types import RunMode
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     from ffnlab import explain
@@ -44,8 +45,9 @@ def job(cfg: DictConfig) -> float:
 
     hydra_cfg = HydraConfig.get()
     try:
-        own = config.own_plugins(config.plain(cfg), list(hydra_cfg.overrides.task))
-        return run.run(own, dict(hydra_cfg.runtime.choices)).get("val/loss", float("nan"))
+        choices = dict(hydra_cfg.runtime.choices)
+        own = config.trusted(config.plain(cfg), choices, list(hydra_cfg.overrides.task))
+        return run.run(own, choices).get("val/loss", float("nan"))
     except Exception as error:
         if hydra_cfg.mode == RunMode.RUN:
             raise Passed(error) from error
@@ -58,6 +60,7 @@ def job(cfg: DictConfig) -> float:
 def main() -> int:
     """Hand the command line to Hydra, and turn whatever comes out into a message and an exit code."""
     plain_warnings()
+    signal.signal(signal.SIGTERM, terminated)
     try:
         attempt(*parse(sys.argv[1:]))
         sys.stdout.flush()
@@ -69,8 +72,16 @@ def main() -> int:
         return say(error)
 
 
+def terminated(signum: int, frame: object) -> None:
+    """SIGTERM where no run listens for it: leave through the clean-ups, with the code that schedulers
+    expect.
+    """
+    raise SystemExit(128 + signum)
+
+
 def attempt(args: argparse.Namespace, flags: list[str]) -> None:
     """Do what the command line says; raises UserError with all that is wrong, or what the run raised."""
+    refuse_code(args)
     sweep = not shows(args) and sweeps(args)
     try:
         sys.argv = [sys.argv[0], *flags, *(as_sweep(args.overrides) if sweep else args.overrides)]
@@ -108,6 +119,39 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for override in args.overrides:
         flags.remove(override)
     return args, flags
+
+
+def refuse_code(args: argparse.Namespace) -> None:
+    """Files of the user may choose parts; Hydra's callbacks, environment and logging would let them run
+    code.
+    """
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        raise UserError(f"--config-dir {args.config_dir}: no such folder")
+    about = [o for o in args.overrides if o.lstrip("+~").startswith(("hydra.", "hydra/", "experiment="))]
+    if args.config_dir is None and not any("searchpath" in o for o in about):
+        return  # only files of this project are read
+    try:
+        cfg = config_loader(args).load_configuration(config_name(args), args.overrides, RunMode.RUN).hydra
+    except Exception:
+        return  # the real composition fails too, and is explained
+    found = [key for key in ("callbacks", "job.env_set") if OmegaConf.select(cfg, key)]
+    found += [
+        key
+        for key in ("job_logging", "hydra_logging")
+        if cfg.runtime.choices.get(f"hydra/{key}") != "disabled"
+    ]
+    found = [
+        key
+        for key in found
+        if not any(o.lstrip("+").startswith(("hydra." + key, "hydra/" + key)) for o in about)
+    ]
+    if found:
+        raise UserError(
+            *(
+                f"hydra.{key} is set by a file, which could run code: it may only be given here"
+                for key in found
+            )
+        )
 
 
 def shows(args: argparse.Namespace) -> bool:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from ffnlab.errors import UserError, closest
 
 T = typing.TypeVar("T")
+LISTS = ("stream", "probe")  # groups that take several choices
 # Text in which every ${...} names another key: no resolver (a colon), nothing nested that could become one.
 REFERENCES = re.compile(r"(?:[^$]|\$(?!\{)|\$\{[\w.@\[\]-]+\})*", re.DOTALL)
 
@@ -57,14 +58,24 @@ def compose(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         choices = dict(cfg.hydra.runtime.choices)
     OmegaConf.set_struct(cfg, False)
     del cfg["hydra"]
-    return own_plugins(plain(cfg), overrides), choices
+    return trusted(plain(cfg), choices, overrides), choices
 
 
-def own_plugins(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration, if packages whose code it may run are named on the command line, not by a file."""
+def trusted(cfg: dict[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The configuration, if packages whose code it may run are named on the command line, not by a file, and
+    no
+    group has two choices, which Hydra would merge into one part.
+    """
     if cfg.get("plugins") and not any(line.lstrip("+").startswith("plugins=") for line in overrides):
         raise UserError(f"plugins={cfg['plugins']} comes from a file: name such packages on the command line")
+    if several := [group for group, choice in choices.items() if group not in LISTS and lists(choice)]:
+        raise UserError(*(f"{group}={choices[group]}: {group} takes one choice" for group in several))
     return cfg
+
+
+def lists(choice: Any) -> bool:
+    """Whether a group's choice is a list of them."""
+    return not isinstance(choice, str) and isinstance(choice, Sequence)
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

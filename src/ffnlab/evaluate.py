@@ -14,22 +14,25 @@ def evaluate(
     loss: Callable[[Tensor, Tensor], Tensor],
     batches: Iterable[Batch],
     precision: Callable[[], AbstractContextManager],
+    lengths: Tensor | None = None,
     add_up: Callable[[Sequence[Tensor]], None] = lambda tensors: None,
-) -> float:
-    """Mean cross-entropy in nats per token; `loss` gives the sum over the targets that are not -100.
+) -> tuple[float, float | None]:
+    """Mean cross-entropy in nats per token, and in bits per byte where the `lengths` of all tokens in bytes
+    are known.
 
-    `add_up` sums tensors over processes that each have a part of the batches.
+    `loss` gives the sum over the targets that are not -100; bits per byte = that sum / (ln 2 * bytes of the
+    targets),
+    comparable across tokenizers. `add_up` sums tensors over processes that each have a part of the batches.
     """
-    total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    total, count, size = torch.zeros(3, dtype=torch.float64).unbind()
     with torch.no_grad():
         for x, y in batches:
             with precision():
                 total += loss(x, y).cpu().double()
-            count += (y >= 0).sum().cpu()
-    add_up([total, count])
-    return float(total / count)
-
-
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """loss / (ln 2 * bytes per token): comparable across tokenizers."""
-    return nats_per_token / math.log(2) / bytes_per_token
+            targets = y[y >= 0].cpu()
+            count += targets.numel()
+            if lengths is not None:
+                size += lengths[targets].sum()
+    add_up([total, count, size])
+    per_byte = float(total / size) / math.log(2) if size > 0 else None
+    return float(total / count), per_byte

@@ -239,7 +239,7 @@ def _exists(cfg: DictConfig, key: str) -> bool:
         parent = OmegaConf.select(cfg, head, throw_on_missing=False) if head else cfg
     except Exception:  # an interpolation that leads nowhere
         return False
-    return isinstance(parent, DictConfig) and last in parent
+    return isinstance(parent, DictConfig) and (last in parent or last in parent.keys())  # noqa: SIM118 (`in`: not ???)
 
 
 def _paths(node: Any, prefix: str = "") -> Iterable[str]:

@@ -54,7 +54,8 @@ class Recorded:
             calls = {"evaluate": self.evaluate, "observe": self.observe, "log": self.log, "save": self.save}
             if not self.reached():
                 train(s.train, s.hooks(stop=stop, **calls), progress=self.progress, **s.trained())
-            status = "done" if stop.signum is None else "interrupted"
+            over = self.progress.step == s.train.steps or self.reached()
+            status = "done" if over else "interrupted"
             if status == "done" and s.data.n_test:
                 self.log({**dataclasses.asdict(self.progress), **s.test()})
         except Diverged as error:
@@ -63,6 +64,8 @@ class Recorded:
             raise
         except (KeyboardInterrupt, SystemExit):
             status = "interrupted"
+            raise
+        except UserError:
             raise
         except Exception:
             quietly(write_atomic, self.rundir.path / "error.txt", traceback.format_exc())
@@ -83,15 +86,33 @@ class Recorded:
         found = newest_complete(self.rundir.path)
         s.processes.from_leader({"checkpoint": found, "info": self.rundir.info()})
         self.progress = s.begin(found)
-        keep = self.progress.step if found else -1
-        self.metrics.truncate(keep)
-        self.neurons.truncate(keep)
+        self.cut(self.progress.step if found else -1)
         for row in self.metrics.read():
             self.last |= row
         if found is None and s.checkpoint.weights_every is not None:
             save_weights(self.rundir.path, 0, s.model.state_dict())
         info = {**self.rundir.info(), "path": str(self.rundir.path), "resumed": found is not None}
         self.sinks.start(info, dict(s.cfg))
+
+    def cut(self, step: int) -> None:
+        """The record up to `step`; a warning where it does not reach that far, a UserError where it is
+        damaged.
+        """
+        (self.rundir.path / "error.txt").unlink(missing_ok=True)  # of a session before this one
+        if step >= 0:
+            for part in (self.metrics.path, self.neurons.path):
+                if not part.exists():
+                    warnings.warn(f"{part} is missing: the record begins after step {step}", stacklevel=2)
+        self.metrics.truncate(step)
+        try:
+            self.neurons.truncate(step)
+        except UserError:
+            raise
+        except Exception as error:
+            path = self.neurons.path
+            raise UserError(
+                f"{path} is damaged ({error}): move it away to go on without the record so far"
+            ) from error
 
     def reached(self) -> bool:
         """Whether the run was stopped by its target loss before."""
@@ -135,6 +156,10 @@ class Recorded:
             save_weights(self.rundir.path, step, s.model.state_dict())
         if not last and step % s.checkpoint.every:
             return
+        if not (self.rundir.path / "config.yaml").exists():
+            raise UserError(
+                f"{self.rundir.path} was removed or emptied while its run went on: nothing can be saved"
+            )
         self.metrics.sync()
         self.neurons.flush()
         try:

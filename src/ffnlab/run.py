@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ffnlab.device import set_threads
+from ffnlab.errors import UserError
 from ffnlab.processes import Processes, processes
 from ffnlab.record.rundir import RunDir, new_name
 from ffnlab.recorded import AtEnd, Recorded
@@ -40,7 +41,11 @@ def lead(cfg: Mapping[str, Any], choices: Mapping[str, Any], these: Processes, a
         "warmup_frac": 0,
     }  # blind to train.steps
     session = None
-    if not (out / "config.yaml").exists():
+    try:
+        fresh = not (out / "config.yaml").exists()
+    except OSError as error:
+        raise UserError(f"out={str(out)[:100]}: {error.strerror}") from error
+    if fresh:
         set_threads(cfg["train"]["threads"], None)
         session = Session(cfg, these, {})  # all that can be wrong comes up before a folder is made
     rundir = RunDir.open(out, {**cfg, "out": str(out)}, ignore=SAME_RUN, steps_may_grow=grows)
@@ -57,7 +62,7 @@ def lead(cfg: Mapping[str, Any], choices: Mapping[str, Any], these: Processes, a
             final = recorded.run(stop, at_end)
     finally:
         rundir.close()
-    if stop.signum is not None:
+    if stop.signum is not None and rundir.info().get("status") == "interrupted":
         name = signal.Signals(stop.signum).name
         print(
             f"{name} after step {recorded.progress.step}; the same command with out={out} goes on",

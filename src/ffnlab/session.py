@@ -11,9 +11,10 @@ import torch
 
 from ffnlab import build
 from ffnlab.config import settings
-from ffnlab.data import Dataset, cache_dir
+from ffnlab.data import Dataset, Tokenizer, cache_dir
 from ffnlab.device import autocast, choose_device, choose_precision
-from ffnlab.evaluate import bits_per_byte, evaluate
+from ffnlab.errors import UserError
+from ffnlab.evaluate import evaluate
 from ffnlab.nn.gpt import GPT, run_block_checkpointed
 from ffnlab.nn.threshold import calibrate
 from ffnlab.probe import Observer
@@ -39,6 +40,7 @@ class Session:
         self.precision = choose_precision(wish, self.device)
         self.autocast = autocast(self.device, self.precision)
         self.data: Dataset = build.dataset(cfg, cache_dir(), progress_line())
+        self.lengths = token_lengths(self.data.tokenizer)
         self.model: GPT = build.model(cfg, self.data.vocab_size).to(self.device)
         if self.train.checkpoint_activations:
             self.model.run_block = run_block_checkpointed
@@ -59,6 +61,9 @@ class Session:
             autocast=self.autocast,
         )
         self.observer.check_budget(scans=self.train.steps // self.train.eval_every + 2)
+        self.observer.cost = dict.fromkeys(
+            self.observer.cost, 0.0
+        )  # sizing the record is not part of the run
 
     def trained(self) -> dict[str, Any]:
         """What `train` works on."""
@@ -99,25 +104,25 @@ class Session:
         return [(x.to(self.device), y.to(self.device)) for x, y in pairs]
 
     def validation(self) -> Row:
-        """val/loss and, where the text's bytes are known, val/bits_per_byte."""
-        row = {
-            "val/loss": self.mean_loss(self.data.val_batches(self.train.batch_size, self.train.eval_batches))
-        }
-        if self.data.bytes_per_token:
-            row["val/bits_per_byte"] = bits_per_byte(row["val/loss"], self.data.bytes_per_token)
-        return row
+        """val/loss and, where the text is known, val/bits_per_byte; `eval_batches` counts batches of one
+        update.
+        """
+        n = self.train.eval_batches
+        windows = None if n is None else n * self.train.grad_accum * self.processes.size
+        loss, per_byte = self.measured(self.data.val_batches(self.train.batch_size, windows))
+        return {"val/loss": loss} | ({} if per_byte is None else {"val/bits_per_byte": per_byte})
 
     def test(self) -> Row:
         """test/loss on the whole test split (`data.test_frac`), which is read once, when the run is over."""
-        return {"test/loss": self.mean_loss(self.data.test_batches(self.train.batch_size, None))}
+        return {"test/loss": self.measured(self.data.test_batches(self.train.batch_size, None))[0]}
 
-    def mean_loss(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        """Nats per token in eval mode."""
+    def measured(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float | None]:
+        """Nats per token and bits per byte, in eval mode."""
         mine = islice(batches, self.processes.rank, None, self.processes.size)
         self.model.eval()
         try:
             here = ((x.to(self.device), y.to(self.device)) for x, y in mine)
-            return evaluate(self.loss, here, self.autocast, self.processes.add_up)
+            return evaluate(self.loss, here, self.autocast, self.lengths, self.processes.add_up)
         finally:
             self.model.train()
 
@@ -131,10 +136,21 @@ class Session:
 
     def restore(self, tensors: dict[str, torch.Tensor], trainer: dict[str, Any]) -> Progress:
         """The counterpart of a save."""
-        self.model.load_state_dict(tensors, strict=True)
+        try:
+            self.model.load_state_dict(tensors, strict=True)
+        except RuntimeError as error:
+            raise UserError(f"the checkpoint does not fit the model of this configuration: {error}") from None
         self.optimizer.load_state_dict(trainer["optimizer"])
         self.scaler.load_state_dict(trainer["scaler"])
         return Progress(**trainer["progress"])
+
+
+def token_lengths(tokenizer: Tokenizer | None) -> torch.Tensor | None:
+    """Bytes of text that each token stands for; the end mark stands for none."""
+    if tokenizer is None:
+        return None
+    sizes = [0 if i == tokenizer.eot else len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)]
+    return torch.tensor(sizes, dtype=torch.float64)
 
 
 def progress_line() -> Callable[[str, float], None]:

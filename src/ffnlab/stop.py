@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ class Stop:
 
         def on_signal(signum: int, frame: Any) -> None:
             if self.signum is not None:
+                print("stopped at once: what came after the last checkpoint is lost", file=sys.stderr)
                 raise SystemExit(128 + signum)
             self.signum = signum
 

@@ -207,6 +207,9 @@ def train(
         stop = hooks.stop()
         if evaluated := step % cfg.eval_every == 0 or step == cfg.steps:
             row |= clock.timed("outside", hooks.evaluate, step)
+        if not math.isfinite(row.get("val/loss", 0.0)):
+            finish_row(row)
+            raise Diverged(f"step {step}: val/loss is {row['val/loss']}")
         reached = cfg.target_loss is not None and row.get("val/loss", math.inf) <= cfg.target_loss
         if evaluated or seen or stop or step % cfg.log_every == 0:
             finish_row(row)

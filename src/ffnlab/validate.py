@@ -49,7 +49,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "data.val_frac": (0.0001, 0.9),
     "data.test_frac": (0, 0.9),
     "train.steps": (1, 10**9),
-    "train.batch_size": (1, 10**6),
+    "train.batch_size": (1, 2**16),
     "train.grad_accum": (1, 10**6),
     "train.clip": (1e-12, math.inf),
     "train.threads": (1, 4096),
@@ -57,8 +57,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.eval_every": (1, 10**9),
     "train.eval_batches": (1, 10**9),
     "model.seq_len": (2, 2**20),
-    "model.d_model": (1, 2**20),
-    "model.n_layers": (1, 10**4),
+    "model.d_model": (1, 2**16),
+    "model.n_layers": (1, 1000),
     "model.n_heads": (1, 10**4),
     "model.softcap": (1e-6, math.inf),
     "model.pad_vocab_to": (1, 2**20),
@@ -82,6 +82,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.warmup_frac": (0, 1),
     "schedule.decay_frac": (0, 1),
     "schedule.floor": (0, 1),
+    "threshold.init": (-1e6, 1e6),
     "attention.scale": (1e-6, 1e3),
     "attention.rope_base": (1, 1e12),
     "attention.rope_frac": (0, 1),
@@ -108,6 +109,8 @@ def validate(cfg: Mapping[str, Any]) -> None:
     """Raise one UserError with all problems: unknown keys, types, ranges, parts, sizes that do not fit."""
     problems = [unknown_key("", key, TOP) for key in cfg if key not in TOP]
     problems += [f"{key} is missing" for key in TOP if key not in cfg]
+    if "${" in str(cfg.get("out")):
+        problems.append(f"out={cfg['out']}: a folder's name cannot hold ${{")
     if not problems:
         problems = structure(cfg)
         problems += [
@@ -197,7 +200,8 @@ def fit(cfg: Mapping[str, Any]) -> list[str]:
         problems.append("schedule.warmup_frac + schedule.decay_frac: expected at most 1")
     if cfg["optim"].get("nesterov") and not cfg["optim"].get("momentum"):
         problems.append("optim.nesterov=true needs optim.momentum > 0")
-    if betas := cfg["optim"].get("betas"):
+    betas = cfg["optim"].get("betas")
+    if isinstance(betas, list):
         problems += [] if len(betas) == 2 else [f"optim.betas={betas}: expected two numbers"]
     return problems or [line for call in trials(cfg) for line in problems_of(call)]
 

@@ -277,11 +277,12 @@ def test_full_disk(disk, state):
     assert names(root) == ["step-000001"]
 
 
-def test_nan_weights_do_not_push_out_the_last_good_ones(tmp_path: Path, state):
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_weights_do_not_push_out_the_last_good_ones(tmp_path: Path, state, bad: float):
     model, trainer = state
     save(tmp_path, 1, model, trainer, keep_last=1)
-    model["embed.weight"][0, 0] = torch.nan
-    with pytest.raises(FloatingPointError, match=r"NaN in embed.weight, head.weight \(2 tensors\)"):
+    model["embed.weight"][0, 0] = bad
+    with pytest.raises(FloatingPointError, match=r"NaN or inf in embed.weight, head.weight \(2 tensors\)"):
         save(tmp_path, 2, model, trainer, keep_last=1)
     assert names(tmp_path) == ["step-000001"]
 

@@ -56,7 +56,7 @@ def save(root: Path, step: int, model: dict[str, Tensor], trainer: dict, keep_la
     """
     folder = root / "checkpoints"
     target = folder / f"step-{step:06d}"
-    _refuse_nan(model, target)
+    _refuse_nonfinite(model, target)
     size = _bytes(model) + _bytes(trainer)
     if free_bytes(folder) < size:
         raise full_disk(target, size)
@@ -149,7 +149,10 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict]:
     problem = broken(path)
     if problem:
         raise UserError(f"{path} is not a complete checkpoint: {problem}.")
-    trainer = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
+    try:
+        trainer = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for one wrong file
+        raise UserError(f"{path / 'trainer.pt'} is not a trainer state: {str(error)[:200]}") from None
     return load_weights(path / "model.safetensors"), trainer
 
 
@@ -175,10 +178,14 @@ def _write_trainer(path: Path, trainer: dict) -> dict[str, Any]:
     return entry
 
 
-def _refuse_nan(model: dict[str, Tensor], target: Path) -> None:
-    bad = [name for name, tensor in model.items() if tensor.is_floating_point() and tensor.isnan().any()]
+def _refuse_nonfinite(model: dict[str, Tensor], target: Path) -> None:
+    bad = [
+        name for name, tensor in model.items() if tensor.is_floating_point() and not tensor.isfinite().all()
+    ]
     if bad:
-        raise FloatingPointError(f"{target} is not written: NaN in {', '.join(bad[:3])} ({len(bad)} tensors)")
+        raise FloatingPointError(
+            f"{target} is not written: NaN or inf in {', '.join(bad[:3])} ({len(bad)} tensors)"
+        )
 
 
 def _bytes(state: Any) -> int:

@@ -80,6 +80,8 @@ class NeuronRecord:
             for key, rows in events.items():
                 events[key] = [row for row in rows if row[0] <= step]
         if self.path.exists():
+            for left in self.path.rglob("*.partial"):  # of a write that a kill ended
+                left.unlink(missing_ok=True)
             for arrays in map(self._arrays, self._groups()):
                 keep = int(np.searchsorted(arrays["step"][:], step, side="right")) if "step" in arrays else 0
                 for array in arrays.values():

@@ -155,7 +155,7 @@ def _decide(
             raise UserError(f"out={path} holds {', '.join(left)} but no config.yaml. Choose another out=...")
         return "new"
     there = load_config(path)
-    steps_there, steps_here = (c.get("train", {}).get("steps") for c in (there, config))
+    steps_there, steps_here = ((c.get("train") or {}).get("steps") for c in (there, config))
     grows = steps_may_grow and steps_there is not None and steps_here is not None and steps_here > steps_there
     different = differences(there, config, ignore | ({"train.steps"} if grows else set()))
     if different:

@@ -56,7 +56,9 @@ def check(args: argparse.Namespace) -> None:
     problems = []
     if args.tokens < 1:
         problems.append(f"--tokens {args.tokens}: expected at least 1")
-    if not 0 <= args.temperature < float("inf"):
+    if not -(2**63) <= args.seed < 2**64:
+        problems.append(f"--seed {args.seed}: expected a number of at most 64 bits")
+    if args.temperature != 0 and not 1e-6 <= args.temperature < float("inf"):
         problems.append(
             f"--temperature {args.temperature}: expected 0 (the likeliest token) or a positive number"
         )

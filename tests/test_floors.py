@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "nn": {"kernels"},
     "config": set(),
     "explain": {"config"},
-    "validate": ZERO | ONE | {"config", "build", "layers"},
+    "ranges": ZERO,
+    "validate": ZERO | ONE | {"config", "build", "layers", "ranges"},
     "layers": ZERO | {"config"},  # the part of build that knows FFNs
     "build": ZERO | ONE | CONFIG | {"layers"},
     "session": BELOW_RUN,  # run in four files: the parts, the facts, the course, the directory

@@ -181,6 +181,12 @@ def test_orders_equal_their_formulas(order):
     torch.testing.assert_close(block(x, ctx), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_parallel_sublayers_carry_the_stream_as_far_as_successive_ones():
+    gpt = make("model.order=parallel", "residual.carry=0.9", "residual.ffn_carry=0.5")
+    x = torch.randn(4, 16, 32)  # what they add is 0 at the start
+    torch.testing.assert_close(gpt.blocks[0](x, Context(tokens())), 0.45 * x)
+
+
 def test_parallel_sublayers_have_no_post_norm():
     with pytest.raises(UserError, match=r"model\.order=parallel with residual=post"):
         validate(build.compose(["model.order=parallel", "residual=post"])[0])

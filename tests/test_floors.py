@@ -26,7 +26,7 @@ CONFIG = {
     "validate",
     "explain",
 }  # compose, check, say what is wrong: what build needs before it builds
-BELOW_RUN = ZERO | ONE | CONFIG | {"build"}
+BELOW_RUN = ZERO | ONE | CONFIG | {"build", "layers"}
 TWO = {"build", "run", "verbs"}
 # part -> the parts that it may import besides itself and ffnlab.errors
 MAY_IMPORT = {
@@ -35,8 +35,10 @@ MAY_IMPORT = {
     "nn": {"kernels"},
     "config": set(),
     "explain": {"config"},
-    "validate": ZERO | ONE | {"config", "build"},
-    "build": ZERO | ONE | CONFIG,
+    "ranges": ZERO,
+    "validate": ZERO | ONE | {"config", "build", "layers", "ranges"},
+    "layers": ZERO | {"config"},  # the part of build that knows FFNs
+    "build": ZERO | ONE | CONFIG | {"layers"},
     "session": BELOW_RUN,  # run in four files: the parts, the facts, the course, the directory
     "facts": BELOW_RUN | {"session"},
     "recorded": BELOW_RUN | {"session", "facts"},

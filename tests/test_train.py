@@ -249,3 +249,34 @@ def test_auto_precision_of_a_resume_is_that_of_the_start(tmp_path: Path, monkeyp
     monkeypatch.setattr("ffnlab.device.has_bf16", lambda device: True)
     start(tmp_path / "run", "train.steps=6", "train.precision=auto")
     assert precision() == "fp32"
+
+
+ROUTED = [
+    "ffn=moe",
+    "ffn.extra=true",
+    "ffn.share=down",
+    "ffn.l1=0.01",
+    "ffn.l1_warmup=8",
+    "threshold=learned",
+]
+
+
+@pytest.mark.slow
+def test_experts_and_a_warming_l1_resume_bit_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    overrides = [*ROUTED, "train.steps=8", "model.dropout=0.1"]
+    start(tmp_path / "whole", *overrides)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "killed", *overrides)
+    start(tmp_path / "killed", *overrides)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
+    a, b = (load(tmp_path / run / "checkpoints/step-000008")[0] for run in ("whole", "killed"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_probes_of_experts_leave_training_bit_identical(tmp_path: Path):
+    start(tmp_path / "with", "train.steps=4", "probe.every=1", *ROUTED)
+    start(tmp_path / "without", "train.steps=4", "probe=[]", *ROUTED)
+    a, b = (load(tmp_path / run / "checkpoints/step-000004")[0] for run in ("with", "without"))
+    assert all(torch.equal(a[name], b[name]) for name in a)

@@ -1,53 +1,51 @@
 """From a plain configuration to parts: the only file that sees every part. Pure: no folders, no loop."""
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ffnlab.config import GROUPS, compose, config_dir, factory, locate, plain, settings
+from ffnlab.config import GROUPS, compose, config_dir, factory, locate, packages, plain, settings
 from ffnlab.data import Dataset, open_dataset
 from ffnlab.device import has_bf16
-from ffnlab.errors import UserError
-from ffnlab.nn.ffn.base import FFN
-from ffnlab.nn.ffn.width import solve_width
-from ffnlab.nn.gpt import GPT, Block, ModelSettings
+from ffnlab.layers import act_part, ffn_maker, ffn_part, is_absent, matrices
+from ffnlab.nn.absent import Absent
+from ffnlab.nn.gpt import GPT, ORDERS, Block, ModelSettings, ParallelBlock
 from ffnlab.nn.head import Head
 from ffnlab.nn.init import initialise
+from ffnlab.nn.l1 import L1
 from ffnlab.nn.position import ADDED_POSITIONS
 from ffnlab.nn.residual import PLACEMENTS, Residual
+from ffnlab.nn.share import share_ffns
 from ffnlab.nn.stream import EmbedDropout, StreamPart, ValueEmbeddings
 from ffnlab.probe import Probe, ProbeSettings
 from ffnlab.record.sinks import Sink
 
 __all__ = [
     "GROUPS",
+    "act_part",
     "compose",
     "config_dir",
     "dataset",
     "factory",
+    "ffn_maker",
+    "ffn_part",
     "locate",
     "logger",
+    "matrices",
     "model",
     "optimizer",
+    "packages",
     "plain",
     "probes",
 ]
 
 Config = Mapping[str, Any]
+PLACED_AS = {"attn": "attn", "ffn": "ffn", "ffn_extra": "ffn"}  # role -> key of norms and residuals
 ATTENTION_MATRICES = frozenset({"q", "k", "v", "out"})
-FFN_MATRICES = frozenset({"up", "gate", "down"})
-SHARED_FFN = (
-    "expansion",
-    "match",
-    "d_ff",
-    "bias",
-    "dropout",
-)  # keys of train.yaml's `ffn`, which build reads itself
 SHARED_DATA = ("seed", "val_frac", "test_frac")
 
 
@@ -75,16 +73,20 @@ def model(cfg: Config, vocab_size: int) -> GPT:
     return gpt
 
 
-def roles(sizes: ModelSettings, layer: int) -> list[str]:
+def roles(cfg: Config, sizes: ModelSettings, layer: int) -> list[str]:
     """The sublayers of a block, in their order."""
-    dropped = {"attn": sizes.drop_attn, "ffn": sizes.drop_ffn}
-    return [role for role in sizes.order.split("_") if layer not in dropped[role]]
+    missing = set() if cfg["ffn"]["extra"] else {"ffn_extra"}
+    if layer in sizes.drop_attn or is_absent(cfg["attention"]):
+        missing |= {"attn"}
+    if layer in sizes.drop_ffn or is_absent(cfg["ffn"]):
+        missing |= {"ffn", "ffn_extra"}
+    return [role for role in ORDERS[sizes.order] if role not in missing]
 
 
 def ends_in_norm(cfg: Config, sizes: ModelSettings) -> bool:
     """Whether the last sublayer is post-norm, which leaves no place for a final norm."""
-    last = [role for layer in range(sizes.n_layers) for role in roles(sizes, layer)][-1:]
-    return any(cfg["residual"][role] == "post" for role in last)
+    last = [role for layer in range(sizes.n_layers) for role in roles(cfg, sizes, layer)][-1:]
+    return any(cfg["residual"][PLACED_AS[role]] == "post" for role in last)
 
 
 def blocks(cfg: Config, sizes: ModelSettings) -> list[Block]:
@@ -92,28 +94,34 @@ def blocks(cfg: Config, sizes: ModelSettings) -> list[Block]:
     norms = {"attn": "norm", "ffn": "norm_ffn"}
     prefix = {"attn": "", "ffn": "ffn_"}
     make_ffn = ffn_maker(cfg, sizes)
-    make_attn = attention_maker(cfg, sizes)
-    make = {"attn": make_attn, "ffn": lambda layer: make_ffn()}
+    make = {"attn": attention_maker(cfg, sizes), "ffn": make_ffn, "ffn_extra": make_ffn}
+    kind = ParallelBlock if sizes.order == "parallel" else Block
 
     def residual(role: str) -> Residual:
-        norm = partial(factory(cfg[norms[role]], norms[role], packages=packages(cfg)), sizes.d_model)
+        kind_of = PLACED_AS[role]
+        norm = norms[kind_of]
+        make_norm = partial(factory(cfg[norm], norm, packages=packages(cfg)), sizes.d_model)
         node = cfg["residual"]
-        own = {key: node[prefix[role] + key] for key in ("scale", "carry")}
+        own = {key: node[prefix[kind_of] + key] for key in ("scale", "carry")}
         shared = {"scale_init": node["scale_init"], "d_model": sizes.d_model, "dropout": sizes.dropout}
-        return PLACEMENTS[node[role]](norm, **own, **shared)
+        return PLACEMENTS[node[kind_of]](make_norm, **own, **shared)
 
-    return [
-        Block(
-            {role: make[role](i) for role in roles(sizes, i)},
-            {role: residual(role) for role in roles(sizes, i)},
+    built = [
+        kind(
+            {role: make[role](i) for role in roles(cfg, sizes, i)},
+            {role: residual(role) for role in roles(cfg, sizes, i)},
         )
         for i in range(sizes.n_layers)
     ]
+    share_ffns(built, cfg["ffn"]["share"])
+    return built
 
 
 def attention_part(cfg: Config) -> Callable[..., nn.Module]:
     """The attention class with its own options."""
     node = dict(cfg["attention"] or {})
+    if is_absent(node):
+        return factory(node, "attention")
     if "bias" in node:
         node["bias"] = matrices(node["bias"], ATTENTION_MATRICES, "attention.bias")
     given = ("layer", "d_model", "n_heads", "seq_len", "dropout", "value_embedding")
@@ -122,6 +130,8 @@ def attention_part(cfg: Config) -> Callable[..., nn.Module]:
 
 def attention_maker(cfg: Config, sizes: ModelSettings) -> Callable[[int], nn.Module]:
     """layer -> attention of that layer."""
+    if is_absent(cfg["attention"]):
+        return lambda layer: Absent()
     make = attention_part(cfg)
     with_values = {layer for table in sizes.value_embeddings for layer in table}
     return lambda layer: make(
@@ -132,47 +142,6 @@ def attention_maker(cfg: Config, sizes: ModelSettings) -> Callable[[int], nn.Mod
         dropout=sizes.dropout,
         value_embedding=layer in with_values,
     )
-
-
-def ffn_part(cfg: Config) -> Callable[..., FFN]:
-    """The FFN class with its own options."""
-    own = {key: value for key, value in dict(cfg["ffn"] or {}).items() if key not in SHARED_FFN}
-    return factory(own, "ffn", ("d_model", "d_ff", "make_act", "bias", "dropout"), packages(cfg))
-
-
-def act_part(cfg: Config) -> partial[nn.Module]:
-    """The activation class with its own options."""
-    return factory(cfg["act"], "act", ("d_ff",), packages(cfg))
-
-
-def ffn_maker(cfg: Config, sizes: ModelSettings) -> Callable[[], FFN]:
-    """() -> a new FFN of the solved width, with its own activation and threshold."""
-    node = cfg["ffn"]
-    bias = matrices(node["bias"], FFN_MATRICES, "ffn.bias")
-    make = partial(ffn_part(cfg), d_model=sizes.d_model, bias=bias, dropout=float(node["dropout"]))
-    act = act_part(cfg)
-    threshold = factory(cfg["threshold"], "threshold", packages=packages(cfg))()
-    if getattr(act.func, "shift_invariant", False) and getattr(threshold, "scope", "neuron") != "neuron":
-        warnings.warn(
-            "act ignores a threshold that all neurons share: give threshold.scope=neuron", stacklevel=2
-        )
-    d_ff = node["d_ff"]
-    if d_ff is None:
-        bare = partial(make, make_act=lambda width: act(d_ff=width))
-        d_ff = solve_width(
-            lambda width: bare(d_ff=width), sizes.d_model, float(node["expansion"]), node["match"], bias
-        )
-    else:
-        warnings.warn(f"ffn.d_ff={d_ff} is given: ffn.expansion and ffn.match are ignored", stacklevel=2)
-    return partial(make, d_ff=d_ff, make_act=lambda width: threshold(act(d_ff=width), width))
-
-
-def matrices(choice: Any, names: frozenset[str], path: str) -> frozenset[str]:
-    """`bias`: true is every matrix, false none, a list those named."""
-    chosen = names if choice is True else frozenset(choice or ())
-    if not chosen <= names:
-        raise UserError(f"{path}={choice!r}: expected true, false or a list of {', '.join(sorted(names))}")
-    return chosen
 
 
 def stream_parts(cfg: Config, sizes: ModelSettings, padded_vocab: int) -> dict[str, nn.Module]:
@@ -198,11 +167,6 @@ def stream_parts(cfg: Config, sizes: ModelSettings, padded_vocab: int) -> dict[s
         if type(part).before is not StreamPart.before or type(part).after is not StreamPart.after:
             parts[name] = part
     return parts
-
-
-def packages(cfg: Config) -> Sequence[str]:
-    """Where classes of parts may come from: ffnlab and what the command line names."""
-    return ("ffnlab", *cfg["plugins"])
 
 
 def dataset(cfg: Config, cache: Path, progress: Callable[[str, float], None] | None = None) -> Dataset:
@@ -236,6 +200,13 @@ def optimizer(cfg: Config, gpt: GPT) -> Any:
 def schedule(cfg: Config) -> Callable[[int], float]:
     """step -> factor on the learning rate."""
     return factory(cfg["schedule"], "schedule", ("steps",), packages(cfg))(steps=cfg["train"]["steps"])
+
+
+def regulariser(cfg: Config, gpt: GPT) -> Callable[[int], None]:
+    """To be called before every update with its number: sets the coefficient of `ffn.l1`."""
+    if cfg["ffn"]["l1"] == 0:
+        return lambda update: None
+    return L1(gpt, coefficient=float(cfg["ffn"]["l1"]), warmup=cfg["ffn"]["l1_warmup"])
 
 
 def probe_settings(cfg: Config) -> ProbeSettings:

@@ -94,6 +94,11 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     return typing.cast(dict[str, Any], out)
 
 
+def packages(cfg: Mapping[str, Any]) -> Sequence[str]:
+    """Where classes of parts may come from: ffnlab and what the command line names."""
+    return ("ffnlab", *cfg["plugins"])
+
+
 def texts(node: Any) -> typing.Iterator[str]:
     """All strings in plain values, keys too."""
     if isinstance(node, Mapping):

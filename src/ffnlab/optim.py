@@ -14,6 +14,7 @@ from ffnlab.errors import UserError
 
 ROLES = ("ffn", "attention", "embedding", "head", "threshold", "gate", "norm")
 GATES = (".value_lambdas", ".gate_w", ".scale", ".carry")
+GATES += (".router.weight", ".controller.weight", ".controller.bias")
 
 
 def role_of(name: str) -> str:

@@ -46,6 +46,7 @@ class Session:
             self.model.run_block = run_block_checkpointed
         self.optimizer = build.optimizer(cfg, self.model)
         self.schedule = build.schedule(cfg)
+        self.before_update = build.regulariser(cfg, self.model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.loss = torch.compile(self.model.loss) if self.train.compile else self.model.loss
         self.sink = build.logger(cfg)
@@ -80,6 +81,7 @@ class Session:
             batches=self.batches,
             schedule=self.schedule,
             precision=self.autocast,
+            before_update=self.before_update,
             on_gradients=lambda step: None,
             stop=lambda: self.processes.any(stop.signum is not None),
             add_up=self.processes.add_up,

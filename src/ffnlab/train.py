@@ -55,6 +55,7 @@ class Hooks:
     batches: Callable[[int], Sequence[Batch]]  # micro-batches of update k
     schedule: Callable[[int], float]  # factor on the learning rate of update k
     precision: Callable[[], AbstractContextManager]  # autocast
+    before_update: Callable[[int], None]  # sets what in the objective depends on k
     evaluate: Callable[[int], Row]  # after update k; at 0, every eval_every and at the end
     observe: Callable[[int], Row]  # after update k; {} where no probe is due
     on_gradients: Callable[[int], None]  # before clipping
@@ -186,6 +187,7 @@ def train(
         step = progress.step + 1
         torch.manual_seed(seed + 1_000_003 * step)  # dropout by (seed, step): a resume needs no random state
         optimizer.set_factor(factor := hooks.schedule(step))
+        hooks.before_update(step)
         mean, count = gradients(loss, hooks.batches(step), hooks.precision, scaler, hooks.add_up)
         hooks.add_up([p.grad for p in parameters if p.grad is not None])
         if not math.isfinite(mean):

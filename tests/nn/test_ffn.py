@@ -1,4 +1,6 @@
 import itertools
+import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,14 +13,16 @@ from torch.nn import functional as F
 
 from ffnlab import build
 from ffnlab.config import compose, settings
+from ffnlab.nn.ffn.base import FFN
 from ffnlab.nn.gpt import ModelSettings
 from ffnlab.nn.norm import RMSNorm
 from ffnlab.nn.threshold import FixedThreshold, LearnedThreshold
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-NAMES = sorted(p.stem for p in (CONFIGS / "ffn").glob("*.yaml"))
+NAMES = sorted(p.stem for p in (CONFIGS / "ffn").glob("*.yaml") if p.stem != "none")
 ACTS = sorted(p.stem for p in (CONFIGS / "act").glob("*.yaml"))
 ALL = frozenset({"gate", "up", "down"})
+GATES = ("mlp", "swiglu")
 
 
 def linear(m, x):
@@ -30,15 +34,92 @@ def gated(ffn, x, act):
     return linear(ffn.down, act(linear(ffn.gate, x)) * linear(ffn.up, x))
 
 
+def relu2(a):
+    return a.clamp(min=0) ** 2
+
+
+def mlp(ffn, x):
+    return linear(ffn.down, relu2(linear(ffn.up, x)))
+
+
+def opposite(ffn, x):
+    """Pre-activations of neurons in pairs: V x and -(V x)."""
+    pre = linear(ffn.up, x)
+    return torch.cat([pre, -pre], dim=-1)
+
+
+def dual_path(ffn, x):
+    plus, minus = relu2(opposite(ffn, x)).chunk(2, dim=-1)
+    return linear(ffn.down.plus, plus) + minus @ ffn.down.minus.weight.T
+
+
+def low_rank(ffn, x):
+    up = ffn.up.out.weight @ ffn.up.into.weight
+    down = ffn.down.out.weight @ ffn.down.into.weight
+    biases = [0 if m.out.bias is None else m.out.bias for m in (ffn.up, ffn.down)]
+    return relu2(x @ up.T + biases[0]) @ down.T + biases[1]
+
+
+def moe(ffn, x):
+    """Every expert on every token, weighted by its share among the two largest probabilities, else by 0."""
+    p = (x @ ffn.router.weight.T).softmax(-1)
+    second = p.sort(-1, descending=True).values[..., 1:2]
+    gates = torch.where(p >= second, p, 0)
+    gates = gates / gates.sum(-1, keepdim=True)
+    return sum(gates[..., e : e + 1] * mlp(expert, x) for e, expert in enumerate(ffn.experts))
+
+
+def switch(ffn, x):
+    """Token by token: the likeliest expert, while it has places left in the sequence."""
+    p = (x @ ffn.router.weight.T).softmax(-1)
+    y = torch.zeros_like(x)
+    for b, sequence in enumerate(x):
+        places = [math.ceil(1.25 * len(sequence) / 8)] * 8
+        for t, token in enumerate(sequence):
+            gate, e = p[b, t].max(-1)
+            if places[e] > 0:
+                y[b, t] = gate * mlp(ffn.experts[e], token)
+                places[e] -= 1
+    return y
+
+
+def dynamic(ffn, x):
+    F = ffn.d_ff
+    share = linear(ffn.width.controller, x).sigmoid()
+    mask = ((share * F - torch.arange(F) - 0.5) / (0.05 * F)).sigmoid()
+    return linear(ffn.down, relu2(linear(ffn.up, x)) * mask)
+
+
 # Written out by hand, with the activation that the variant brings; a variant without a line here fails.
 FORMULAS = {
-    "mlp": ("relu2", lambda ffn, x: linear(ffn.down, linear(ffn.up, x).clamp(min=0) ** 2)),
+    "mlp": ("relu2", mlp),
     "glu": ("sigmoid", lambda ffn, x: gated(ffn, x, lambda a: 1 / (1 + torch.exp(-a)))),
     "bilinear": ("identity", lambda ffn, x: gated(ffn, x, lambda a: a)),
     "reglu": ("relu", lambda ffn, x: gated(ffn, x, lambda a: a.clamp(min=0))),
+    "reglu2": ("relu2", lambda ffn, x: gated(ffn, x, relu2)),
     "geglu": ("gelu", lambda ffn, x: gated(ffn, x, lambda a: a / 2 * (1 + torch.erf(a / 2**0.5)))),
     "swiglu": ("silu", lambda ffn, x: gated(ffn, x, lambda a: a / (1 + torch.exp(-a)))),
+    "tied_reglu": ("relu", mlp),  # E43
+    "paired": ("relu2", lambda ffn, x: linear(ffn.down, relu2(opposite(ffn, x)))),
+    "paired_init": ("relu2", mlp),
+    "dual_path": ("relu2", dual_path),
+    "low_rank": ("relu2", low_rank),
+    "multi": ("relu2", lambda ffn, x: sum(mlp(part, x) for part in ffn.parts)),
+    "moe": ("relu2", moe),
+    "switch": ("relu2", switch),
+    "dynamic": ("relu2", dynamic),
 }
+# What `act` of an FFN sees, where that is not what `gate` or `up` puts out.
+PRE = {"paired": opposite, "dual_path": opposite}
+
+
+# Every variant with its own activation, and every activation in an FFN without and with a gate.
+CASES = sorted({(name, act) for name, (act, _) in FORMULAS.items()} | set(itertools.product(GATES, ACTS)))
+
+
+def leaves(ffn):
+    """The FFNs that a variant is made of: itself, or its parts."""
+    return [module for module in ffn.modules() if isinstance(module, FFN)]
 
 
 @pytest.mark.parametrize("bias", [frozenset(), ALL, frozenset({"up"})], ids=["plain", "all", "up"])
@@ -51,7 +132,7 @@ def test_equals_its_formula(name, bias, make_ffn):
     torch.testing.assert_close(ffn(x), formula(ffn, x), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "act"), list(itertools.product(NAMES, ACTS)))
+@pytest.mark.parametrize(("name", "act"), CASES)
 def test_shape_and_a_gradient_for_every_parameter(name, act, make_ffn, make_act):
     scope = "neuron" if make_act(act, 1).shift_invariant else "layer"  # one C for all would do nothing
     ffn = make_ffn(name, act, bias=ALL, wrap=LearnedThreshold(init=0.1, active_frac=None, scope=scope))
@@ -65,7 +146,7 @@ def test_shape_and_a_gradient_for_every_parameter(name, act, make_ffn, make_act)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "act"), list(itertools.product(NAMES, ACTS)))
+@pytest.mark.parametrize(("name", "act"), CASES)
 def test_stress_input_stays_finite(name, act, dtype, make_ffn):
     ffn = make_ffn(name, act).to(dtype)  # E83
     x = (torch.randn(1000, 16) * 10).to(dtype).requires_grad_()
@@ -105,31 +186,38 @@ def test_state_dict_round_trips(name, make_ffn):
 def test_up_act_down_are_the_contract(name, make_ffn):
     """Probes, kernels and optimizer groups find pre-activations, neurons and matrices by these names."""
     ffn = make_ffn(name, "relu2", bias=frozenset({"down"}))
-    children = dict(ffn.named_children())
-    assert {"up", "act", "down"} <= children.keys()
-    assert [n for n, p in ffn.named_parameters() if p.dim() == 1] == ["down.bias"]
-    seen = {}
-    ffn.act.register_forward_hook(lambda module, args, out: seen.update(pre=args[0], post=out))
-    x = torch.randn(2, 3, 16)
-    y = ffn(x)
-    pre = (ffn.gate if "gate" in children else ffn.up)(x)
-    assert torch.equal(seen["pre"], pre)
-    assert seen["post"].shape == (2, 3, ffn.d_ff)
-    assert torch.equal(y, ffn.down(ffn.hidden(x)))
+    assert leaves(ffn)
+    for leaf in leaves(ffn):
+        children = dict(leaf.named_children())
+        assert {"up", "act", "down"} <= children.keys()
+        vectors = [n for n, p in leaf.named_parameters() if p.dim() == 1 and "controller" not in n]
+        assert len(vectors) == 1
+        assert re.fullmatch(r"down\.(\w+\.)?bias", vectors[0])
+        seen = {}
+        leaf.act.register_forward_hook(
+            lambda module, args, out, seen=seen: seen.update(pre=args[0], post=out)
+        )
+        x = torch.randn(2, 3, 16)
+        y = leaf(x)
+        pre = PRE.get(name, lambda leaf, x: (leaf.gate if hasattr(leaf, "gate") else leaf.up)(x))(leaf, x)
+        assert torch.equal(seen["pre"], pre)
+        assert seen["post"].shape == (2, 3, leaf.d_ff)
+        assert torch.equal(y, leaf.down(leaf.hidden(x)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dropout_falls_on_the_neurons_and_only_in_training(name, make_ffn):
     ffn, bare = make_ffn(name, dropout=0.5), make_ffn(name)
     x = torch.randn(20, 16)
-    assert torch.equal(ffn.eval()(x), bare(x))
-    seen = []
-    ffn.down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    ffn.train()(x)
-    kept = seen[0] != 0
-    torch.testing.assert_close(seen[0][kept], 2 * bare.hidden(x)[kept])
-    possible = bare.hidden(x) != 0
-    assert (seen[0] != 0).sum() / possible.sum() == pytest.approx(0.5, abs=0.12)
+    assert torch.equal(ffn.eval()(x), bare.eval()(x))
+    for leaf, whole in zip(leaves(ffn.train()), leaves(bare.train()), strict=True):
+        seen = []
+        leaf.down.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
+        leaf(x)
+        kept = seen[0] != 0
+        torch.testing.assert_close(seen[0][kept], 2 * whole.hidden(x)[kept])
+        possible = whole.hidden(x) != 0
+        assert (seen[0] != 0).sum() / possible.sum() == pytest.approx(0.5, abs=0.2)
 
 
 def test_relu2_is_reglu_with_tied_gate(make_ffn):
@@ -244,13 +332,14 @@ def test_numpy_forward(make_ffn):
 def test_a_threshold_that_cannot_matter_is_said():
     cfg, _ = compose(["act=quantile", "threshold=learned"])
     with pytest.warns(UserWarning, match="ignores a threshold"):
-        build.ffn_maker(cfg, settings(ModelSettings, cfg["model"], "model"))()
+        build.ffn_maker(cfg, settings(ModelSettings, cfg["model"], "model"))(0)
     for quiet in (["act=quantile"], ["act=quantile", "threshold=learned", "threshold.scope=neuron"]):
         cfg, _ = compose(quiet)
-        build.ffn_maker(cfg, settings(ModelSettings, cfg["model"], "model"))()
+        build.ffn_maker(cfg, settings(ModelSettings, cfg["model"], "model"))(0)
 
 
 BRINGS = {"glu": "Sigmoid", "bilinear": "Identity", "reglu": "ReLU", "geglu": "GELU", "swiglu": "SiLU"}
+BRINGS |= {"reglu2": "ReLU2", "tied_reglu": "ReLU"}
 
 
 @pytest.mark.parametrize(
@@ -264,6 +353,8 @@ BRINGS = {"glu": "Sigmoid", "bilinear": "Identity", "reglu": "ReLU", "geglu": "G
         (["arch=nanogpt", "ffn=swiglu"], "SiLU"),
         (["arch=nanogpt", "ffn=swiglu", "act=leaky_relu"], "LeakyReLU"),
         (["arch=nanogpt", "act=relu2"], "ReLU2"),
+        (["arch=nanogpt", "ffn=reglu2"], "ReLU2"),
+        (["arch=nanogpt", "ffn=paired"], "GELU"),
         (["arch=original"], "ReLU"),
         (["arch=llama", "ffn=geglu"], "GELU"),
         (["arch=speedrun", "ffn=mlp"], "ReLU2"),
@@ -282,7 +373,8 @@ def test_compiles_without_a_graph_break():
         from torch import nn
         from ffnlab.nn.act.relu import ReLU2
         from ffnlab.nn.ffn.mlp import MLP
-        from ffnlab.nn.norm import RMSNorm
+        from ffnlab.nn.ffn.base import FFN
+from ffnlab.nn.norm import RMSNorm
         from ffnlab.nn.threshold import LearnedThreshold
 
         wrap = LearnedThreshold(init=0.1, active_frac=None, scope="layer")

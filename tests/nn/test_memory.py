@@ -56,6 +56,10 @@ def test_each_optimizer_is_counted_by_its_state(optim, moments):
         ("residual.scale=layerscale", "residual.carry=learned", "act=xielu", "norm=dyt"),
         ("act=quantile",),
         ("act=top_k",),
+        ("ffn=moe",),
+        ("ffn=switch", "ffn.capacity_factor=8"),
+        ("ffn=dynamic",),
+        ("ffn=low_rank", "ffn.share=all"),
     ],
 )
 def test_activations_are_what_the_allocator_holds(overrides, precision):

@@ -8,9 +8,16 @@ from ffnlab.errors import UserError
 from ffnlab.probe.activity import Activity
 from ffnlab.probe.gates import Gates
 from ffnlab.probe.preact import Preact
+from ffnlab.probe.routing import Routing
 from ffnlab.probe.threshold import Threshold
 
-DEFAULT = {"activity": Activity, "preact": Preact, "threshold": Threshold, "gates": Gates}
+DEFAULT = {
+    "activity": Activity,
+    "preact": Preact,
+    "threshold": Threshold,
+    "gates": Gates,
+    "routing": Routing,
+}
 
 
 def probes(*overrides: str):
@@ -41,6 +48,7 @@ def test_every_is_shared_unless_a_probe_has_its_own():
         "preact": 2,
         "threshold": 7,
         "gates": 7,
+        "routing": 7,
     }
 
 

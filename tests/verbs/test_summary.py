@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ffnlab import build
 from ffnlab.nn.count import count, total
 from ffnlab.verbs import mebibytes, quantity, summary
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GPT2 = (
     "arch=nanogpt",
     "model=small",
@@ -66,16 +68,26 @@ def test_checkpoint_of_adam_is_as_large_as_nanogpt_estimates(capsys):
 def test_a_gated_ffn_names_the_width_it_got_and_the_mlp_it_was_matched_to(capsys):
     facts = summarised(capsys, "ffn=swiglu", "--vocab-size", "300")
     ffn = facts["ffn"]
-    assert (ffn["name"], ffn["act"], ffn["match"], ffn["baseline_d_ff"]) == ("swiglu", "silu", "params", 512)
+    assert (ffn["name"], ffn["act"], ffn["match"], ffn["baseline_d_ff"]) == (
+        "swiglu",
+        "silu",
+        "params",
+        [512],
+    )
     assert 3 * ffn["d_ff"][0] == pytest.approx(2 * 512, rel=0.01)
 
 
-@pytest.mark.parametrize("arch", ["modern", "speedrun", "nanogpt", "llama", "original"])
-def test_flops_are_those_that_torch_counts(arch):
+ARCHS = [f"arch={name}" for name in ("modern", "speedrun", "nanogpt", "llama", "original")]
+FFNS = sorted(f"ffn={path.stem}" for path in (CONFIGS / "ffn").glob("*.yaml"))
+SHAPES = ["attention=none", "model.order=parallel", "ffn.share=all", "ffn.extra=true"]
+
+
+@pytest.mark.parametrize("choice", [*ARCHS, *FFNS, *SHAPES, "ffn.expansion_by_layer=[1,2,4,8]"])
+def test_flops_are_those_that_torch_counts(choice):
     """A forward pass under torch's own counter; only gates (a few numbers a head) are not counted."""
-    cfg, _ = build.compose(
-        [f"arch={arch}", "logger=none", "model.n_layers=4", "model.seq_len=64", "model.dropout=0"]
-    )
+    small = ["logger=none", "model.n_layers=4", "model.d_model=64", "model.seq_len=64", "model.dropout=0"]
+    roomy = ["ffn.capacity_factor=8"] if choice == "ffn=switch" else []  # counted as if no token were dropped
+    cfg, _ = build.compose([choice, *small, *roomy])
     model = build.model(cfg, 320)
     # The counter does not know the fused attention of CPUs, but the products of the plain one.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
@@ -103,6 +115,32 @@ def test_the_table_is_plain_text_without_a_terminal(capsys):
     ):
         assert f"\n{word}" in text
     assert "tied: head.weight is embed.weight" in text
+
+
+def test_shared_weights_are_named_once(capsys):
+    parser = argparse.ArgumentParser()
+    summary.add_arguments(parser)
+    summary.run(parser.parse_args(["ffn.share=down", "model.n_layers=3", "--vocab-size", "300"]))
+    text = capsys.readouterr().out
+    assert "tied: blocks.1.ffn.down.weight and 1 more is blocks.0.ffn.down.weight, counted once" in text
+
+
+def test_widths_by_layer_stand_beside_those_of_the_mlp(capsys):
+    layers = ["ffn.expansion_by_layer=[3,6]", "model.n_layers=2", "model.d_model=128", "ffn=swiglu"]
+    ffn = summarised(capsys, *layers, "--vocab-size", "300")["ffn"]
+    assert (ffn["d_ff"], ffn["baseline_d_ff"]) == ([256, 512], [384, 768])
+
+
+def test_experts_are_counted_in_all_and_by_what_a_token_meets(capsys):
+    facts = summarised(capsys, "ffn=moe", "model.n_layers=1", "--vocab-size", "300")
+    router, expert = 8 * 128, 2 * 128 * 256
+    assert facts["ffn"]["d_ff"] == [256]
+    assert facts["components"]["ffn"]["parameters"] == router + 8 * expert
+    assert facts["components"]["ffn"]["active_parameters"] == router + 2 * expert
+    parser = argparse.ArgumentParser()
+    summary.add_arguments(parser)
+    summary.run(parser.parse_args(["ffn=moe", "model.n_layers=1", "--vocab-size", "300"]))
+    assert "a token meets 132,096 of its 525,312 parameters" in capsys.readouterr().out
 
 
 def test_a_model_without_ffn_says_so(capsys):

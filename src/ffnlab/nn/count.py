@@ -7,6 +7,8 @@ Nothing is declared by a variant, so a new one is counted the day it is written:
 - every `nn.Linear` costs 2 * in * out FLOPs per token wherever it is used, so a layer shared by two blocks
   costs twice what it stores; biases, norms, activations, gates and look-ups cost nothing (nanoGPT's sizing
   notebook);
+- a module that only some tokens reach (experts) says their share as `token_share`, for it and all inside it:
+  the FLOPs are those of an average token that is not dropped, and `active_parameters` those that it meets;
 - attention (a module with matrices `q`, `k` and `out`) adds 2 * T * q.out for the scores and 2 * T * out.in
   for the weighted sum: 4 * T * d_model per token of a full window of T, causal or not (the same notebook).
   Shared keys and values (fewer outputs of `k` and `v`) make the projections cheaper, not these two. Where the
@@ -15,8 +17,9 @@ Nothing is declared by a variant, so a new one is counted the day it is written:
 The backward pass costs twice the forward pass, hence `TRAINING` = 3 forward passes a step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import nn
 
@@ -26,17 +29,19 @@ TRAINING = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """Stored parameters, their bytes, and the forward FLOPs that one token costs."""
+    """Stored parameters, those of them that one token meets, bytes, and the forward FLOPs of one token."""
 
     parameters: int = 0
     flops_per_token: int = 0
     bytes: int = 0
+    active_parameters: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
             self.parameters + other.parameters,
             self.flops_per_token + other.flops_per_token,
             self.bytes + other.bytes,
+            self.active_parameters + other.active_parameters,
         )
 
 
@@ -63,12 +68,29 @@ def count(model: nn.Module, seq_len: int) -> dict[str, Cost]:
     `seq_len` is the window T that attention is charged for. Works on any device, `meta` included.
     """
     costs: dict[str, Cost] = {name: Cost() for name in COMPONENTS}
+    shares = {name: share for name, _, share in walk(model)}
     for name, parameter in model.named_parameters():
-        size = parameter.numel()
-        costs[component(name)] += Cost(parameters=size, bytes=size * parameter.element_size())
-    for name, module in model.named_modules(remove_duplicate=False):
-        costs[component(name)] += Cost(flops_per_token=module_flops(module, seq_len))
+        size, share = parameter.numel(), shares[name.rpartition(".")[0]]
+        costs[component(name)] += Cost(
+            parameters=size, bytes=size * parameter.element_size(), active_parameters=round(size * share)
+        )
+    for name, module, share in walk(model):
+        costs[component(name)] += Cost(flops_per_token=round(module_flops(module, seq_len) * share))
     return costs
+
+
+def flops(module: nn.Module) -> int:
+    """FLOPs per token of a part without attention and of all inside it."""
+    return sum(round(module_flops(inner, 0) * share) for _, inner, share in walk(module))
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Fraction]]:
+    """Name, module and share of the tokens that reach it, of every module wherever it is used."""
+    shares: dict[str, Fraction] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        own = getattr(module, "token_share", Fraction(1))
+        shares[name] = shares.get(name.rpartition(".")[0], Fraction(1)) * own if name else own
+        yield name, module, shares[name]
 
 
 def module_flops(module: nn.Module, seq_len: int) -> int:

@@ -13,7 +13,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ffnlab.nn.head import Head
+from ffnlab.nn.penalty import take, with_penalties
 from ffnlab.nn.residual import Residual
+
+# model.order -> the sublayers of a block, in the order in which they stand in it
+ORDERS = {
+    "attn_ffn": ("attn", "ffn", "ffn_extra"),
+    "ffn_attn": ("ffn", "ffn_extra", "attn"),
+    "parallel": ("attn", "ffn", "ffn_extra"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,11 +53,12 @@ class Context:
     x0: Tensor | None = None  # the stream that enters block 0
     saved: dict[int, Tensor] = field(default_factory=dict)  # streams that a later part reads, by block
     values: dict[int, Tensor] = field(default_factory=dict)  # value embeddings, as wide as v, by block
+    penalties: list[Tensor] | None = field(default_factory=list)  # of the parts; None: taken, no more wanted
 
 
 class Block(nn.ModuleDict):
-    """Sublayers by role (`attn`, `ffn`), run in the order of `roles`, each joined to the stream by its
-    residual.
+    """Sublayers by role (`attn`, `ffn`, `ffn_extra`), run in the order of `roles`, each joined to the stream
+    by its residual.
     """
 
     def __init__(self, sublayers: dict[str, nn.Module], residual: dict[str, Residual]):
@@ -63,10 +72,38 @@ class Block(nn.ModuleDict):
         return x
 
     def branch(self, role: str, ctx: Context) -> Callable[[Tensor], Tensor]:
-        """The sublayer as a function of the stream alone; attention also reads the context (value
-        embeddings).
+        """The sublayer as a function of the stream alone; attention reads the context (value embeddings), an
+        FFN may add to it (penalties).
         """
-        return partial(self[role], ctx=ctx) if role == "attn" else self[role]
+        return partial(self[role] if role == "attn" else partial(feed, self[role]), ctx=ctx)
+
+
+def feed(ffn: nn.Module, x: Tensor, ctx: Context) -> Tensor:
+    """ffn(x), and what it wants besides goes to the context.
+
+    Activation checkpointing calls it again in the backward pass, stops it half-way, and must find nothing
+    that holds on to what was computed.
+    """
+    try:
+        return ffn(x)
+    finally:
+        found = take(ffn)
+        if ctx.penalties is not None:
+            ctx.penalties += found
+
+
+class ParallelBlock(Block):
+    """c_a c_f x + s_a attn(norm_a x) + s_f ffn(norm_f x), scales s and carries c being 1 unless they are set:
+    all sublayers read the same stream (PaLM, arXiv 2204.02311, section 2). Each keeps its norm; under a norm
+    without parameters that is the shared norm of the paper.
+    """
+
+    def forward(self, x: Float[Tensor, "B T D"], ctx: Context) -> Float[Tensor, "B T D"]:
+        residual: Any = self["residual"]
+        branches = [residual[role].branch(x, self.branch(role, ctx)) for role in self.roles]
+        for role in self.roles:
+            x = residual[role].carried(x)
+        return sum(branches, x)
 
 
 def run_block(block: Block, x: Tensor, ctx: Context) -> Tensor:
@@ -114,7 +151,10 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         """What the head reads."""
-        ctx = Context(tokens)
+        return self.stream(tokens, Context(tokens))
+
+    def stream(self, tokens: Int[Tensor, "B T"], ctx: Context) -> Float[Tensor, "B T D"]:
+        """What the head reads; the parts tell each other by `ctx`."""
         parts: list[Any] = list(self.parts.values())
         x = self.embed(tokens)
         for i, block in enumerate(self.blocks):
@@ -130,5 +170,10 @@ class GPT(nn.Module):
         return self.head.logits(self.hidden(tokens))
 
     def loss(self, tokens: Int[Tensor, "B T"], targets: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
-        """Sum of the cross-entropy over all targets that are not -100, in nats."""
-        return self.head.loss(self.hidden(tokens).flatten(0, 1), targets.flatten())
+        """Sum of the cross-entropy over all targets that are not -100, in nats; its gradient is also that of
+        what the parts want besides (`nn.penalty`).
+        """
+        ctx = Context(tokens)
+        loss = self.head.loss(self.stream(tokens, ctx).flatten(0, 1), targets.flatten())
+        penalties, ctx.penalties = ctx.penalties or [], None
+        return with_penalties(loss, penalties, targets)

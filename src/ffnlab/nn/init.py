@@ -8,6 +8,7 @@ between them.
 import hashlib
 import math
 import re
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from ffnlab.errors import UserError
 from ffnlab.nn.head import Head
 
 SCHEMES = ("uniform", "normal", "he", "xavier", "gpt2")
-OUTPUTS = re.compile(r".*(\.down|\.attn\.out|\.skip\.join_\w+)")  # projections back into the stream
+OUTPUTS = re.compile(  # projections back into the stream
+    r".*(\.down(\.out|\.plus|\.minus)?|\.attn\.out|\.skip\.join_\w+)"
+)
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -51,23 +54,30 @@ def initialise(model: nn.Module, *, seed: int, scheme: str, zero_out: bool, n_la
     """Draw every Linear and Embedding of the model; biases 0; with `zero_out` output projections and an
     untied head 0.
 
+    A weight of several names (a tied head, a shared FFN) is drawn once, under the first of them. A Linear
+    with a method `start` makes its weight itself, out of what the function it is given draws for it.
     All other parameters (gains, gates, lambdas, thresholds) keep the start that their part gave them.
     """
     if scheme not in SCHEMES:
         raise UserError(f"model.init={scheme!r}: expected one of {', '.join(SCHEMES)}")
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    done: set[int] = set()
     heads = {id(m.weight) for m in model.modules() if isinstance(m, Head)}
     for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | nn.Embedding) or id(module.weight) in done:
+            continue
+        done.add(id(module.weight))
         rng = generator(seed, f"{name}.weight")
         if isinstance(module, nn.Embedding):
             sd = embedding_sd(scheme, module.embedding_dim, tied=id(module.weight) in heads)
             module.weight.copy_(torch.empty(module.weight.shape).normal_(0, sd, generator=rng))
-        elif isinstance(module, nn.Linear) and id(module.weight) not in embeddings:
-            output = OUTPUTS.fullmatch(name) is not None
-            if zero_out and (output or isinstance(module, Head)):
-                module.weight.zero_()
-            else:
-                scale = 1 / math.sqrt(2 * n_layers) if output else 1.0
-                module.weight.copy_(draw(module.weight.shape, scheme, residual_scale=scale, rng=rng))
-        if isinstance(module, nn.Linear) and module.bias is not None:
+            continue
+        output = OUTPUTS.fullmatch(name) is not None
+        if zero_out and (output or isinstance(module, Head)):
+            module.weight.zero_()
+        else:
+            scale = 1 / math.sqrt(2 * n_layers) if output else 1.0
+            own = partial(draw, scheme=scheme, residual_scale=scale, rng=rng)
+            start = getattr(module, "start", None)
+            module.weight.copy_(start(own) if start else own(module.weight.shape))
+        if module.bias is not None:
             module.bias.zero_()

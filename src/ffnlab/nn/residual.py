@@ -41,12 +41,20 @@ class Residual(nn.Module):
         for name in self.norms:
             self.add_module(name, norm())
 
-    def join(self, x: Tensor, branch: Tensor) -> Tensor:
-        """c x + s dropout(branch); a fixed 1 costs nothing."""
-        return times(self.carry, x) + times(self.scale, self.drop(branch))
+    def scaled(self, branch: Tensor) -> Tensor:
+        """s dropout(branch); a fixed 1 costs nothing."""
+        return times(self.scale, self.drop(branch))
+
+    def carried(self, x: Tensor) -> Tensor:
+        """c x."""
+        return times(self.carry, x)
+
+    def branch(self, x: Tensor, f: Branch) -> Tensor:
+        """What the sublayer adds to the stream."""
+        return self.scaled(f(x))
 
     def forward(self, x: Tensor, f: Branch) -> Tensor:
-        return self.join(x, f(x))
+        return self.carried(x) + self.branch(x, f)
 
 
 def factor(
@@ -71,22 +79,25 @@ class PreNorm(Residual):
     norms = ("norm",)
     norm: nn.Module
 
-    def forward(self, x: Tensor, f: Branch) -> Tensor:
-        return self.join(x, f(self.norm(x)))
+    def branch(self, x: Tensor, f: Branch) -> Tensor:
+        return self.scaled(f(self.norm(x)))
 
 
 class PostNorm(PreNorm):
-    """norm(c x + s f(x)): Vaswani et al. 2017, arXiv 1706.03762. The network then has no final norm."""
+    """norm(c x + s f(x)): Vaswani et al. 2017, arXiv 1706.03762. The network then has no final norm.
+
+    It replaces the stream instead of adding to it, so it has no place in a block of parallel sublayers.
+    """
 
     def forward(self, x: Tensor, f: Branch) -> Tensor:
-        return self.norm(self.join(x, f(x)))
+        return self.norm(self.carried(x) + self.scaled(f(x)))
 
 
 class OutNorm(PreNorm):
     """c x + s norm(f(x)): the reordered norm of OLMo 2, arXiv 2501.00656."""
 
-    def forward(self, x: Tensor, f: Branch) -> Tensor:
-        return self.join(x, self.norm(f(x)))
+    def branch(self, x: Tensor, f: Branch) -> Tensor:
+        return self.scaled(self.norm(f(x)))
 
 
 class PeriNorm(PreNorm):
@@ -95,8 +106,8 @@ class PeriNorm(PreNorm):
     norms = ("norm", "norm_out")
     norm_out: nn.Module
 
-    def forward(self, x: Tensor, f: Branch) -> Tensor:
-        return self.join(x, self.norm_out(f(self.norm(x))))
+    def branch(self, x: Tensor, f: Branch) -> Tensor:
+        return self.scaled(self.norm_out(f(self.norm(x))))
 
 
 PLACEMENTS: dict[str, type[Residual]] = {

@@ -41,22 +41,35 @@ def watch(
     """One forward pass that hands each wanted site, as (W*T, neurons), to `see` and ends after the last one.
 
     A module that runs several times in one pass is seen the first time. No wanted site: no pass.
+    A part that is called with some of the tokens only (an expert) says which by its second argument: their
+    rows. On the others its neurons have no pre-activation (NaN) and put out nothing (0).
     """
     if not wanted:
         return
     pending = set(wanted)
+    rows: dict[str, Tensor] = {}  # by name of the part that got them
+
+    def note(part: str) -> Callable[..., None]:
+        def run(_module: nn.Module, args: tuple) -> None:
+            if len(args) > 1 and isinstance(args[1], Tensor):
+                rows[part] = args[1]
+
+        return run
 
     def hook(site: Site) -> Callable[..., None]:
         def run(_module: nn.Module, args: tuple, output: Tensor | None = None) -> None:
             if site in pending:
                 pending.discard(site)
-                see(site, _rows(site, args[0] if output is None else output, tokens))
+                value = args[0] if output is None else output
+                see(site, _dense(site, value, tokens, rows.get(_parent(site.module))))
                 if not pending:
                     raise _SeenAll
 
         return run
 
     with ExitStack() as hooks:
+        for part in {_parent(site.module) for site in wanted}:
+            hooks.callback(model.get_submodule(part).register_forward_pre_hook(note(part)).remove)
         for site in wanted:
             module = model.get_submodule(site.module)
             before = site.side == "input"
@@ -68,6 +81,10 @@ def watch(
             return
 
 
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
 def crop(
     tokens: Int[Tensor, "W T"], mask: Bool[Tensor, "W T"]
 ) -> tuple[Int[Tensor, "w t"], Bool[Tensor, "w t"]]:
@@ -77,12 +94,17 @@ def crop(
     return tokens[windows, :reach], mask[windows, :reach]
 
 
-def _rows(site: Site, value: Tensor, tokens: Int[Tensor, "W T"]) -> Float[Tensor, "N F"]:
-    """(W, T, ..., F) or (W*T, ..., F) -> (W*T, neurons); an axis of experts is flattened in front of F."""
+def _dense(
+    site: Site, value: Tensor, tokens: Int[Tensor, "W T"], rows: Int[Tensor, " n"] | None
+) -> Float[Tensor, "N F"]:
+    """(W, T, ..., F), (W*T, ..., F) or, with their `rows`, (n, F) -> (W*T, neurons)."""
     n = tokens.numel()
+    if rows is not None:
+        absent = torch.nan if site.side == "input" else 0.0
+        return value.new_full((n, value.shape[-1]), absent).index_copy(0, rows, value)
     if value.shape[:2] == tokens.shape or value.shape[:1] == (n,):
         return value.reshape(n, -1)
     raise RuntimeError(
         f"the {site.side} of {site.module} has shape {tuple(value.shape)}; expected one row per token, "
-        f"{tuple(tokens.shape)} in front: run this module densely in eval mode."
+        f"{tuple(tokens.shape)} in front, or a part that is called with the rows of its tokens."
     )

@@ -3,15 +3,17 @@
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from ffnlab import build
 from ffnlab.device import autocast, choose_device, choose_precision
+from ffnlab.layers import layer_expansions
 from ffnlab.nn.count import TRAINING, Cost, count, tied, total
+from ffnlab.nn.ffn.base import FeedForward
 from ffnlab.nn.gpt import GPT
 from ffnlab.nn.memory import Memory, estimate, imagined
 from ffnlab.validate import validate
@@ -82,16 +84,19 @@ def ffn_facts(
 ) -> dict[str, Any]:
     """The FFN's name, its widths, the plain MLP that it was matched to, and its shares of the model."""
     node = cfg["ffn"]
-    ups = [m for name, m in model.named_modules() if name.endswith((".ffn.up", ".ffn_extra.up"))]
+    ffns = [part for name, part in model.named_modules() if re.fullmatch(r"blocks\.\d+\.ffn\w*", name)]
     matched = node["d_ff"] is None
+    plain = {round(expansion * model.d_model) for expansion in layer_expansions(node, model.n_layers)}
     return {
         "name": choices["ffn"],
         "act": choices["act"],
-        "d_ff": sorted({up.out_features for up in ups if isinstance(up, nn.Linear)}),
+        "d_ff": sorted({part.d_ff for part in ffns if isinstance(part, FeedForward)}),
         "match": node["match"] if matched else "d_ff",
-        "baseline_d_ff": round(node["expansion"] * model.d_model) if matched else None,
+        "baseline_d_ff": sorted(plain) if matched else [],
         "share_of_parameters": ffn.parameters / max(1, whole.parameters),
         "share_of_flops": ffn.flops_per_token / max(1, whole.flops_per_token),
+        "parameters": ffn.parameters,
+        "active_parameters": ffn.active_parameters,
     }
 
 
@@ -113,8 +118,7 @@ def present(facts: Mapping[str, Any]) -> None:
     )
     show(title, ("component", "parameters", "share", "FLOPs/token", "share", "bytes"), rows)
     print()
-    for counted, other in facts["tied"]:
-        print(f"tied: {other} is {counted}, counted once, at {counted.split('.')[0]}")
+    print("\n".join(tied_lines(facts["tied"])), end="\n" if facts["tied"] else "")
     print(ffn_line(ffn))
     step = quantity(facts["training_flops_per_token"] * facts["batch"]["tokens"], "FLOP")
     print(f"A step of {facts['batch']['tokens']:,} tokens costs {step}, forward and backward.\n")
@@ -125,6 +129,18 @@ def present(facts: Mapping[str, Any]) -> None:
         ("kind", "bytes"),
         lines,
     )
+
+
+def tied_lines(pairs: list[list[str]]) -> list[str]:
+    """One line for every parameter that has other names."""
+    others: dict[str, list[str]] = {}
+    for counted, other in pairs:
+        others.setdefault(counted, []).append(other)
+    return [
+        f"tied: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} is {counted}, "
+        f"counted once, at {counted.split('.')[0]}"
+        for counted, names in others.items()
+    ]
 
 
 def component_row(name: str, cost: Mapping[str, int], whole: Mapping[str, int]) -> tuple[str, ...]:
@@ -142,14 +158,18 @@ def ffn_line(ffn: Mapping[str, Any]) -> str:
     """The FFN in one sentence."""
     if not ffn["d_ff"]:
         return "This model has no FFN."
-    widths = ", ".join(str(width) for width in ffn["d_ff"])
+    widths, plain = (", ".join(map(str, ffn[key])) for key in ("d_ff", "baseline_d_ff"))
     how = {
-        "params": f"nearest to the parameters of the plain MLP of d_ff {ffn['baseline_d_ff']}",
-        "flops": f"nearest to the FLOPs of the plain MLP of d_ff {ffn['baseline_d_ff']}",
-        "width": f"the width of the plain MLP, {ffn['baseline_d_ff']}",
+        "params": f"nearest to the parameters of the plain MLP of d_ff {plain}",
+        "flops": f"nearest to the FLOPs of the plain MLP of d_ff {plain}",
+        "width": f"the width of the plain MLP, {plain}",
         "d_ff": "given by ffn.d_ff",
     }[ffn["match"]]
+    few = ffn["active_parameters"] < ffn["parameters"]
+    met = (
+        f" a token meets {ffn['active_parameters']:,} of its {ffn['parameters']:,} parameters;" if few else ""
+    )
     return (
-        f"FFN: {ffn['name']} with {ffn['act']}, d_ff {widths} ({how}); "
+        f"FFN: {ffn['name']} with {ffn['act']}, d_ff {widths} ({how});{met} "
         f"{ffn['share_of_parameters']:.1%} of all parameters, {ffn['share_of_flops']:.1%} of all FLOPs."
     )

@@ -2,18 +2,49 @@
 
 from collections.abc import Callable
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ffnlab.nn.count import flops
+from ffnlab.nn.penalty import Penalised
 
-class FFN(nn.Module):
+
+class FeedForward(Penalised):
+    """What the rest of ffnlab sees of a variant: (..., D) -> (..., D), and what it costs.
+
+    Most variants are an `FFN`; one that is made of several (experts, small FFNs) is made of `FFN`s, so that
+    probes, counters and optimizers find `up`, `act` and `down` in it under the names that they know.
+    """
+
+    d_model: int
+    d_ff: int
+
+    def flops_per_token(self) -> int:
+        """Forward floating-point operations of the matrix products that a token meets: 2 * in * out each."""
+        return flops(self)
+
+    def matched_parameters(self) -> int:
+        """The parameters that `ffn.match=params` makes equal to the plain MLP's.
+
+        Those of the activation (thresholds) are left out: the plain MLP has them as well.
+        """
+        own = (p for name, p in self.named_parameters() if "act" not in name.split("."))
+        return sum(p.numel() for p in own)
+
+
+class FFN(FeedForward):
     """y = down(dropout(hidden(x))): a variant says what `hidden` is.
 
     The split in `hidden` and `down` is the seam where a sparse kernel steps in. `make_act(d_ff)` builds this
     layer's own activation (with its threshold), so that no state is shared between layers by accident.
     `bias` names the matrices that have one; names of matrices that a variant lacks are ignored, so that
-    "all of them" can be said for every variant alike.
+    "all of them" can be said for every variant alike. d_ff counts the neurons: what `act` maps.
     """
+
+    up: nn.Module
+    down: nn.Module
+    l1: Tensor | None  # coefficient of the sum of |hidden| over the neurons, see nn.l1
 
     def __init__(
         self,
@@ -30,17 +61,23 @@ class FFN(nn.Module):
         self.act = make_act(d_ff)
         self.dropout = nn.Dropout(dropout)
         self.down = nn.Linear(d_ff, d_model, bias="down" in bias)
+        self.register_buffer("l1", None, persistent=False)
 
     def hidden(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... F"]:
         """What the neurons put out, before dropout and the way down."""
         raise NotImplementedError
 
-    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
-        return self.down(self.dropout(self.hidden(x)))
-
-    def flops_per_token(self) -> int:
-        """Forward floating-point operations of the matrix products, per token: 2 * in * out each."""
-        return sum(2 * m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
+    def forward(
+        self, x: Float[Tensor, "... D"], rows: Int[Tensor, " n"] | None = None
+    ) -> Float[Tensor, "... D"]:
+        """y of every token. An expert gets all tokens (N, D) and the `rows` that are its own, and gives
+        theirs: so the probes see, in the arguments of the call, which tokens its neurons belong to.
+        """
+        hidden = self.hidden(x if rows is None else x.index_select(0, rows))
+        if self.l1 is not None and self.training:
+            total = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
+            self.penalty = self.l1 * total / x.shape[:-1].numel()
+        return self.down(self.dropout(hidden))
 
 
 class GatedFFN(FFN):

@@ -5,14 +5,18 @@ from collections.abc import Callable
 import torch
 
 from ffnlab.errors import UserError
-from ffnlab.nn.ffn.base import FFN
+from ffnlab.nn.ffn.base import FeedForward
 
 MATCHES = ("params", "flops", "width")
 TOLERANCE = 0.01
 
 
 def solve_width(
-    make: Callable[[int], FFN], d_model: int, expansion: float, match: str, bias: frozenset[str] = frozenset()
+    make: Callable[[int], FeedForward],
+    d_model: int,
+    expansion: float,
+    match: str,
+    bias: frozenset[str] = frozenset(),
 ) -> int:
     """The d_ff at which `make(d_ff)` costs as much as the plain MLP of width round(expansion * d_model).
 
@@ -34,7 +38,7 @@ def solve_width(
     def cost(d_ff: int) -> int:
         with torch.device("meta"):
             ffn = make(d_ff)
-        return parameters(ffn) if match == "params" else ffn.flops_per_token()
+        return ffn.matched_parameters() if match == "params" else ffn.flops_per_token()
 
     below = largest(lambda d_ff: cost(d_ff) <= target, upper=16 * plain)
     for multiple in (8, 4, 2, 1):
@@ -44,12 +48,6 @@ def solve_width(
         if abs(cost(width) - target) <= TOLERANCE * target:
             break
     return width
-
-
-def parameters(ffn: FFN) -> int:
-    """Number of parameters, less those of the activation (thresholds), which the plain MLP has as well."""
-    own = (p for name, p in ffn.named_parameters() if "act" not in name.split("."))
-    return sum(p.numel() for p in own)
 
 
 def largest(holds: Callable[[int], bool], upper: int) -> int:

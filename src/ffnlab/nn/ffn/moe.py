@@ -1,0 +1,144 @@
+"""A mixture of experts: many FFNs, of which each token meets a few."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from ffnlab.errors import UserError
+from ffnlab.nn.ffn.base import FeedForward, GatedFFN
+from ffnlab.nn.ffn.mlp import MLP
+
+
+class Router(nn.Linear):
+    """x -> one logit per expert, in fp32 under every autocast: in bf16 near ties would be decided by rounding
+    (Switch's "selective precision")."""
+
+    def forward(self, x: Float[Tensor, "N D"]) -> Float[Tensor, "N E"]:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(dtype), self.weight.to(dtype))
+
+
+class MoE(FeedForward):
+    """y = sum of g_e FFN_e(x) over the k experts e with the largest p_e(x), p = softmax(router x).
+
+    Gates: g = p over the chosen experts, divided by their sum if `renormalise` (Mixtral, arXiv 2401.04088).
+    Experts: MLPs, or GLUs if `gated`, of width d_ff each, each with its own matrices, as Muon needs them.
+    Capacity: with a `capacity_factor` an expert takes at most ceil(factor * T k / E) choices of a sequence of
+    T tokens, the earlier positions first, so that a later token cannot push out an earlier one; choices
+    beyond it are dropped and add nothing to y. null: dropless.
+    Losses, summed over layers: balance * E sum_e f_e P_e with f the shares of the choices, P the mean of p:
+    1 when balanced (Switch, arXiv 2101.03961, eq. 4; Hugging Face's is k times that), and
+    z_loss * mean (logsumexp of the logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5).
+    Parameters: E (2 D F) + D E, or 3 for 2; a token meets k of the E (`matched: active`) of all (`total`).
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        d_ff: int,
+        make_act: Callable[[int], nn.Module],
+        bias: frozenset[str],
+        dropout: float,
+        n_experts: int,
+        top_k: int,
+        gated: bool,
+        renormalise: bool,
+        capacity_factor: float | None,
+        balance: float,
+        z_loss: float,
+        matched: Literal["active", "total"],
+    ):
+        super().__init__()
+        if not 1 <= top_k <= n_experts:
+            raise UserError(f"ffn.top_k={top_k}: expected a number from 1 to ffn.n_experts={n_experts}")
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise UserError(f"ffn.capacity_factor={capacity_factor}: expected null or a number above 0")
+        self.d_model, self.d_ff, self.top_k, self.n_experts = d_model, d_ff, top_k, n_experts
+        self.renormalise, self.capacity_factor, self.matched = renormalise, capacity_factor, matched
+        self.balance, self.z_loss = balance, z_loss
+        self.router = Router(d_model, n_experts, bias=False)
+        kind = GatedFFN if gated else MLP
+        self.experts = Experts(
+            kind(d_model=d_model, d_ff=d_ff, make_act=make_act, bias=bias, dropout=dropout)
+            for _ in range(n_experts)
+        )
+        self.experts.token_share = Fraction(top_k, n_experts)
+
+    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
+        tokens = x.reshape(-1, self.d_model)
+        logits = self.router(tokens)
+        probs = logits.softmax(-1)
+        gates, chosen = probs.topk(self.top_k, dim=-1)
+        if self.training:
+            z = logits.logsumexp(-1).square().mean()
+            self.penalty = self.balance * imbalance(probs, chosen) + self.z_loss * z
+        if self.renormalise:
+            gates = gates / gates.sum(-1, keepdim=True)
+        if self.capacity_factor is not None:
+            taken = within_capacity(chosen, x.shape[-2], self.n_experts, self.capacity_factor)
+            chosen = torch.where(taken, chosen, self.n_experts)
+        return self.experts(tokens, chosen, gates).view_as(x)
+
+    def matched_parameters(self) -> int:
+        everything, router = super().matched_parameters(), self.router.weight.numel()
+        if self.matched == "total":
+            return everything
+        return router + (everything - router) * self.top_k // self.n_experts
+
+
+class Experts(nn.ModuleList):
+    """The experts, each called once with all tokens and the rows that are its own: no loop over tokens."""
+
+    token_share: Fraction  # the share of the tokens that meet an expert, for nn.count
+
+    @torch.compiler.disable  # how many tokens an expert gets is known only when it gets them
+    def forward(
+        self, tokens: Float[Tensor, "N D"], chosen: Int[Tensor, "N k"], gates: Float[Tensor, "N k"]
+    ) -> Float[Tensor, "N D"]:
+        """sum over k of gate * expert(token); a choice with the number E is nobody's."""
+        y = torch.zeros_like(tokens)
+        gates = gates.flatten()
+        # Choices by expert, those of one expert in the order of the tokens.
+        choices = chosen.flatten().argsort(stable=True).split(loads(chosen, len(self)))
+        for expert, mine in zip(self, choices[:-1], strict=True):
+            rows = mine // chosen.shape[1]
+            out = expert(tokens, rows) * gates.index_select(0, mine).unsqueeze(-1)
+            y = y.index_add(0, rows, out.to(y.dtype))
+        return y
+
+
+def loads(chosen: Int[Tensor, "N k"], n_experts: int) -> list[int]:
+    """How many choices fell on each expert, and last how many on nobody; even shares where the tensors have
+    no contents (on `meta`, and where memory is estimated).
+    """
+    if chosen.is_meta or is_fake(chosen):
+        share, rest = divmod(chosen.numel(), n_experts)
+        return [share + (e < rest) for e in range(n_experts)] + [0]
+    return chosen.flatten().bincount(minlength=n_experts + 1).tolist()
+
+
+def imbalance(probs: Float[Tensor, "N E"], chosen: Int[Tensor, "N k"]) -> Float[Tensor, ""]:
+    """E sum_e f_e P_e; the gradient is that of P, for f is a count."""
+    n_experts = probs.shape[1]
+    share = F.one_hot(chosen, n_experts).to(probs.dtype).mean((0, 1))
+    return n_experts * (share * probs.mean(0)).sum()
+
+
+def within_capacity(
+    chosen: Int[Tensor, "N k"], seq_len: int, n_experts: int, factor: float
+) -> Bool[Tensor, "N k"]:
+    """Whether each choice is among the first ceil(factor * T k / E) of its expert in its sequence."""
+    k = chosen.shape[1]
+    capacity = math.ceil(factor * seq_len * k / n_experts)
+    by_sequence = chosen.view(-1, seq_len * k)
+    place = F.one_hot(by_sequence, n_experts).cumsum(1).gather(2, by_sequence.unsqueeze(2))
+    return (place <= capacity).view_as(chosen)

@@ -7,6 +7,7 @@ command line names.
 import functools
 import importlib
 import inspect
+import json
 import math
 import re
 import types
@@ -165,7 +166,7 @@ def check(hints: Mapping[str, Any], options: Mapping[str, Any], path: str) -> di
     problems = [unknown_key(path, key, hints) for key in options if key not in hints]
     problems += [f"{dotted(path, key)} is missing" for key in hints if key not in options]
     problems += [
-        f"{dotted(path, key)}={value!r}: expected {describe(hints[key])}"
+        f"{dotted(path, key)}={shown(value)}: expected {describe(hints[key])}"
         for key, value in options.items()
         if key in hints and not fits(value, hints[key])
     ]
@@ -197,6 +198,11 @@ def unknown_key(path: str, key: str, known: typing.Iterable[str]) -> str:
 def dotted(path: str, key: str) -> str:
     """`path.key`; the key alone at the top."""
     return f"{path}.{key}" if path else str(key)
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on a command line: null, true, a name without quotes."""
+    return value if isinstance(value, str) and value else json.dumps(value, default=str)
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -1,7 +1,9 @@
 """What a run says about itself: run.json before the first step, the closing lines after the last."""
 
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,12 @@ def facts(
 ) -> dict[str, Any]:
     """What run.json says about a run before its first step."""
     return {
-        "choices": {group: name for group, name in choices.items() if not group.startswith("hydra/")},
+        "command": sys.argv,
+        "host": platform.node(),
+        "choices": {
+            **{group: name for group, name in choices.items() if not group.startswith("hydra/")},
+            "stream": list(session.cfg["stream"]),
+        },
         "seeds": {"seed": session.cfg["seed"], "data": session.cfg["data"]["seed"]},
         "threads": threads,
         "processes": session.processes.size,
@@ -90,11 +97,24 @@ def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
         f"  probes took {probes:.1f} s: {probes / max(seconds, 1e-9):.1%} of the run",
         "next:",
         f"  ffnlab sample {out} --tokens 100",
-        f"  ffnlab summary {' '.join(overrides(info['choices']))}",
+        f"  ffnlab summary {' '.join(overrides(info['command']))}",
         "  python train.py -m ffn=mlp,swiglu act=gelu,relu2 seed=0,1",
     ]
 
 
-def overrides(choices: Mapping[str, Any]) -> list[str]:
-    """The choices that say most about a model, as overrides."""
-    return [f"{group}={choices[group]}" for group in ("arch", "model", "ffn", "act") if choices.get(group)]
+def overrides(command: list[str]) -> list[str]:
+    """The overrides of a `train.py` command that say what the model is."""
+    other = (
+        "-",
+        "hydra",
+        "out=",
+        "logger",
+        "study=",
+        "arm=",
+        "seed=",
+        "data",
+        "probe",
+        "checkpoint",
+        "plugins=",
+    )
+    return [shlex.quote(o) for o in command[1:] if "=" in o and not o.lstrip("+~").startswith(other)]

@@ -158,6 +158,11 @@ def progress_line() -> Callable[[str, float], None]:
 
     def show(what: str, fraction: float) -> None:
         if sys.stderr.isatty():
-            print(f"\r{what} {fraction:4.0%}", end="\n" if fraction >= 1 else "", file=sys.stderr, flush=True)
+            print(
+                f"\r\033[K{what} {fraction:4.0%}",
+                end="\n" if fraction >= 1 else "",
+                file=sys.stderr,
+                flush=True,
+            )
 
     return show

@@ -16,6 +16,7 @@ from ffnlab.record.sinks import Sink
 
 _ACTIVE = re.compile(r"probe/activity/L\d+/active_frac")
 _C = re.compile(r"probe/threshold/L\d+/c")
+COLUMNS = ("eta", "loss", "val", "tok/s", "active", "C")
 _LINES = 50  # about so many plain lines a run
 
 
@@ -36,6 +37,8 @@ class ConsoleSink(Sink):
         self._seen: dict[str, str] = {}
         self._pace: deque[tuple[float, int]] = deque(maxlen=50)
         self._drawn = self._printed = -math.inf
+        if info.get("resumed"):
+            print(f"going on with {info['path']}", flush=True)
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         if self._live:
             self._live.start()
@@ -67,16 +70,19 @@ class ConsoleSink(Sink):
 
     def _print(self, step: int, now: float) -> None:
         width = len(str(self._steps))
-        text = "  ".join(f"{name} {value}" for name, value in self._seen.items())
+        text = "  ".join(f"{name} {self._seen[name]}" for name in COLUMNS if name in self._seen)
         self.console.print(f"step {step:>{width}}/{self._steps}  {text}", highlight=False, soft_wrap=True)
         self._printed = now
 
     def _table(self, step: int) -> Group:
         table = Table(box=None, pad_edge=False)
-        for name in ("step", *self._seen):
+        shown = [name for name in COLUMNS if name in self._seen]
+        for name in ("step", *shown):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_row(f"{step}/{self._steps}", *self._seen.values())
-        return Group(ProgressBar(total=self._steps, completed=step), table)
+        table.add_row(f"{step}/{self._steps}", *(self._seen[name] for name in shown))
+        bar = Table.grid()  # a bar alone would not end its line
+        bar.add_row(ProgressBar(total=self._steps, completed=step, width=60))
+        return Group(table, bar)
 
     def _eta(self) -> str | None:
         (then, first), (now, last) = self._pace[0], self._pace[-1]

@@ -159,8 +159,9 @@ def _decide(
     grows = steps_may_grow and steps_there is not None and steps_here is not None and steps_here > steps_there
     different = differences(there, config, ignore | ({"train.steps"} if grows else set()))
     if different:
+        listed = "".join(f"\n    {line}" for line in different)
         raise UserError(
-            f"out={path} holds a run with another config. Choose another out=..., or mend:", *different
+            f"out={path} holds a run with another configuration: choose another out=..., or mend{listed}"
         )
     status = read_info(path).get("status")
     return "done" if status in _OVER and not (grows and status == "done") else "resume"
@@ -191,7 +192,7 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _shown(config: dict, key: str) -> str:
-    return repr(config[key]) if key in config else "absent"
+    return json.dumps(config[key]) if key in config else "absent"
 
 
 def _jsonable(value: Any, finite: bool = False) -> Any:

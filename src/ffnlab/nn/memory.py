@@ -2,8 +2,8 @@
 
 Inside `imagined()` tensors have shapes and types but no contents. A model built there is run forward once,
 and what autograd keeps for the backward pass is added up; its optimizer is stepped once, and its state added
-up. So a new variant or a new optimizer is counted without being declared. Left out is what lives for a moment:
-one chunk of the head's logits and Muon's stacked matrices, up to 15 % of the sum in the runs that were measured.
+up. So a new variant or optimizer is counted without being declared. Left out is what lives for a moment: one
+chunk of the head's logits and Muon's stacked matrices, up to 15 % of the sum in the runs measured.
 
 The figures are bytes of tensors: what the allocator says to hold after a real forward pass agrees within 5 %
 (tested). A process on a CPU takes more: its libraries, and pieces of freed memory that malloc keeps (resident

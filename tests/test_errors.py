@@ -238,7 +238,7 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path, root: Path):
 
 def test_tab_completion_knows_the_choices(tmp_path: Path, root: Path):
     done = train(
-        "-sc", "query=bash", cwd=tmp_path, root=root, COMP_LINE="python train.py ffn=sw", COMP_POINT="22"
+        "-sc", "query=bash", cwd=tmp_path, root=root, COMP_LINE="python train.py ffn=swig", COMP_POINT="24"
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ffn=swiglu"]

@@ -1,9 +1,9 @@
 """How often each neuron is active.
 
 A neuron is active on a token when its post-activation (the output of `act`; in gated FFNs that of the
-gate's activation) is above 0. For the ReLU family that is "not an exact zero". A smooth activation (GELU,
-SiLU) is hardly ever exactly zero: there the count is of positive activations, no sparsity, and the share
-with |post| > eps stands beside it.
+gate's activation) is above 0; a neuron of an expert is not, on tokens that the expert does not get. For the
+ReLU family that is "not an exact zero". A smooth activation (GELU, SiLU) is hardly ever exactly zero: there
+the count is of positive activations, no sparsity, and the share with |post| > eps stands beside it.
 """
 
 import numpy as np

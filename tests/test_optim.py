@@ -99,7 +99,7 @@ def test_batched_muon_equals_torch_muon(shape: tuple[int, int], nesterov: bool):
     ours = [torch.nn.Parameter(torch.randn(shape)) for _ in range(3)]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     options = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
-    a, b = BatchedMuon(ours, **options), torch.optim.Muon(theirs, **options)
+    a, b = BatchedMuon([{"params": ours}], torch.bfloat16, **options), torch.optim.Muon(theirs, **options)
     for _ in range(4):
         for p, q in zip(ours, theirs, strict=True):
             p.grad = torch.randn(shape)

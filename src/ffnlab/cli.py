@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     plain_warnings()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py: threads that wait give their core away
     try:
         code = dispatch(argv)
         sys.stdout.flush()

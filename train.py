@@ -13,8 +13,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
-# Threads that wait give their core away: a few per cent slower on idle cores, but spinning threads trained three
-# to ten times slower on shared ones. OMP_WAIT_POLICY=ACTIVE in the environment asks for spinning.
+# Threads that wait give their core away: a few per cent slower on idle cores, but on shared ones spinning
+# threads trained three to ten times slower. OMP_WAIT_POLICY=ACTIVE in the environment asks for spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach main(), which says all that is wrong on one screen
 

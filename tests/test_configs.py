@@ -54,7 +54,14 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-@pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] not in {"data", "tokenizer"}])
+def speed(choice: tuple[str, str]) -> Any:
+    """A bundle's activation is the same part as the activation itself: those are for the slow set."""
+    return pytest.param(*choice, marks=pytest.mark.slow) if choice[0] == "arch_act" else choice
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"), [speed(c) for c in CHOICES if c[0] not in {"data", "tokenizer"}]
+)
 def test_choice_takes_a_step(group: str, choice: str, tokens: tuple[torch.Tensor, torch.Tensor]) -> None:
     if choice == "tensorboard":
         pytest.importorskip("tensorboard")

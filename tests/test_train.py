@@ -68,7 +68,14 @@ def test_accumulated_gradient_is_that_of_the_mean_over_all_tokens(split: tuple[i
         torch.testing.assert_close(p.grad, expected[name], atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["mid-run", "at an evaluation", "second epoch"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("mid-run", marks=pytest.mark.slow),
+        "at an evaluation",
+        pytest.param("second epoch", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("optim", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_resume_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, optim: str):
     overrides = [f"optim={optim}", "skip=unet", "threshold=learned", "model.dropout=0.1", "train.steps=10"]
@@ -120,6 +127,7 @@ def test_a_finished_run_is_not_run_again_and_another_config_is_refused(
         start(tmp_path / "run", "train.steps=3", "seed=1")
 
 
+@pytest.mark.slow
 def test_steps_may_grow_under_a_constant_schedule_only(tmp_path: Path):
     start(tmp_path / "long", "schedule=constant", "train.steps=6")
     start(tmp_path / "grown", "schedule=constant", "train.steps=3")
@@ -169,6 +177,7 @@ def test_untrained_row_and_learning(tmp_path: Path):
     assert final["val/loss"] < 3.5
 
 
+@pytest.mark.slow
 def test_test_split_is_read_once_at_the_end(tmp_path: Path):
     """E106: selection never sees it."""
     final = start(tmp_path / "run", "train.steps=3", "data.test_frac=0.1")
@@ -178,6 +187,7 @@ def test_test_split_is_read_once_at_the_end(tmp_path: Path):
     assert final["test/loss"] == with_test[0]["test/loss"]
 
 
+@pytest.mark.slow
 def test_weights_snapshots_stay(tmp_path: Path):
     """E38: weights alone, every two steps, whatever the rotation of checkpoints."""
     start(tmp_path / "run", "train.steps=5", "checkpoint.weights_every=2", "checkpoint.keep_last=1")
@@ -275,6 +285,7 @@ def test_experts_and_a_warming_l1_resume_bit_exactly(tmp_path: Path, monkeypatch
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_probes_of_experts_leave_training_bit_identical(tmp_path: Path):
     start(tmp_path / "with", "train.steps=4", "probe.every=1", *ROUTED)
     start(tmp_path / "without", "train.steps=4", "probe=[]", *ROUTED)

@@ -201,8 +201,8 @@ def dotted(path: str, key: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as it is written on a command line: null, true, a name without quotes."""
-    return value if isinstance(value, str) and value else json.dumps(value, default=str)
+    """A value in the words of a command line: null, true and false as there."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def fits(value: Any, hint: Any) -> bool:

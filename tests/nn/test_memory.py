@@ -45,6 +45,7 @@ def test_each_optimizer_is_counted_by_its_state(optim, moments):
     assert memory.optimizer == pytest.approx(4 * (moments * size + ends), abs=400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "overrides",

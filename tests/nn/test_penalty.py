@@ -14,6 +14,8 @@ from ffnlab.nn.gpt import Context, run_block_checkpointed
 from ffnlab.nn.penalty import Penalised, with_penalties
 from ffnlab.train import gradients
 
+pytestmark = pytest.mark.slow  # half a second a case, many cases
+
 TINY = ["model.n_layers=4", "model.d_model=32", "model.n_heads=2", "model.seq_len=16", "model.zero_out=false"]
 PENALISED = {
     "experts": ["ffn=moe", "ffn.balance=0.5", "ffn.z_loss=0.1"],

@@ -264,7 +264,10 @@ def compiled_training(gpt, observer, backend, watch):
     return result, len(graphs), seen
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.slow)],
+)
 def test_compiled_training_is_bit_identical_and_not_recompiled(gpt, observer, backend, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # its checks cannot be traced
     without, graphs, _ = compiled_training(gpt, observer, backend, watch=False)

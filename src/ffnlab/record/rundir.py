@@ -192,7 +192,10 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _shown(config: dict, key: str) -> str:
-    return json.dumps(config[key]) if key in config else "absent"
+    if key not in config:
+        return "absent"
+    value = config[key]
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _jsonable(value: Any, finite: bool = False) -> Any:

@@ -39,7 +39,7 @@ def test_two_processes_train_as_one(tmp_path: Path, root: Path):
         f"out={tmp_path / 'two'}",
         "train.batch_size=2",
         "train.grad_accum=2",
-        "train.eval_batches=4",
+        "train.eval_batches=1",
     )
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("done: ") == 1  # one process records

@@ -373,8 +373,7 @@ def test_compiles_without_a_graph_break():
         from torch import nn
         from ffnlab.nn.act.relu import ReLU2
         from ffnlab.nn.ffn.mlp import MLP
-        from ffnlab.nn.ffn.base import FFN
-from ffnlab.nn.norm import RMSNorm
+        from ffnlab.nn.norm import RMSNorm
         from ffnlab.nn.threshold import LearnedThreshold
 
         wrap = LearnedThreshold(init=0.1, active_frac=None, scope="layer")

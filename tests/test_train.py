@@ -167,6 +167,7 @@ def test_target_loss_stops_early(tmp_path: Path):
     assert final["val/loss"] <= 5.3
 
 
+@pytest.mark.slow
 def test_untrained_row_and_learning(tmp_path: Path):
     final = start(tmp_path / "run", "train.steps=60", "checkpoint.every=60", "train.eval_every=60")
     first, *rest = rows(tmp_path / "run")
@@ -246,6 +247,7 @@ def test_an_error_before_the_first_step_is_on_record(tmp_path: Path, monkeypatch
     assert "ZeroDivisionError: a bug" in (tmp_path / "run/error.txt").read_text()
 
 
+@pytest.mark.slow
 def test_auto_precision_of_a_resume_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def precision() -> str:
         return json.loads((tmp_path / "run/run.json").read_text())["precision"]

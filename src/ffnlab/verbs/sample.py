@@ -15,7 +15,8 @@ from ffnlab.data import Tokenizer, load_tokenizer
 from ffnlab.errors import UserError
 from ffnlab.nn.gpt import GPT
 from ffnlab.record.checkpoint import load, newest_complete
-from ffnlab.record.rundir import load_config, read_info
+from ffnlab.record.rundir import read_info
+from ffnlab.verbs import trusted_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,12 +71,7 @@ def check(args: argparse.Namespace) -> None:
 
 def load_run(path: Path, plugins: Sequence[str] = ()) -> tuple[GPT, Tokenizer]:
     """The model of a run, as its newest complete checkpoint has it, and the run's tokenizer."""
-    cfg = load_config(path)
-    if cfg.get("plugins") and sorted(cfg["plugins"]) != sorted(plugins):
-        raise UserError(
-            f"{path} was trained with code of the packages {', '.join(cfg['plugins'])}; if you trust them: "
-            f"--plugins {' '.join(cfg['plugins'])}"
-        )
+    cfg = trusted_config(path, plugins)
     if not (path / "tokenizer.json").is_file():
         raise UserError(
             f"{path} has no tokenizer.json: it was trained on token ids alone, which cannot be read as text"

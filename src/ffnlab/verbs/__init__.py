@@ -2,7 +2,6 @@
 the docstring as help. Here stands what several of them share; heavy imports wait until a verb runs."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 
@@ -14,21 +13,6 @@ def vocabulary(cfg: Mapping[str, Any], given: int | None) -> int:
     from ffnlab.data import cache_dir
 
     return build.dataset(cfg, cache_dir()).vocab_size
-
-
-def trusted_config(run: Path, plugins: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a run directory, unless it wants code of packages other than `plugins`."""
-    from ffnlab.errors import UserError
-    from ffnlab.record.rundir import load_config
-
-    cfg = load_config(run)
-    wanted = cfg.get("plugins")
-    if wanted and sorted(wanted) != sorted(plugins):
-        raise UserError(
-            f"{run} was trained with code of the packages {', '.join(wanted)}; if you trust them: "
-            f"--plugins {' '.join(wanted)}"
-        )
-    return cfg
 
 
 def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -6,9 +6,9 @@ around it (fewer at the ends), w = max(5, n / 20). `start` is the loss of the fi
 - not finite: a loss or a gradient norm that is NaN or infinite, or a run that was stopped for one.
 - training loss: it fell less than NEVER_FELL of `start`; or it came back up from its lowest smoothed value
   by more than CAME_BACK of its fall (and BACK_SE standard errors); or it lies on a plateau: over the last
-  third, without the rows whose learning rate is below IDLE_LR of the highest, the slope of BLOCKS means is not
-  below 0 by T_LIMIT standard errors. A plateau begins where the smoothed loss came within 3 standard errors of
-  the final mean, to stay.
+  third, without the rows whose learning rate is below IDLE_LR of the highest, the slope of BLOCKS means is
+  not below 0 by T_LIMIT standard errors. A plateau begins where the smoothed loss came within 3 standard
+  errors of the final mean, to stay.
 - loss noise (E57): the sd of loss - smoothed loss over the last half, divided by `start`. It begins where the
   sd over w rows exceeded NOISE_LOOK, to stay.
 - spikes: rows after the first tenth whose loss exceeds the running median by SPIKE robust standard deviations

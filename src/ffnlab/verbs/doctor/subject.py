@@ -20,8 +20,8 @@ from ffnlab.nn.threshold import calibrate
 from ffnlab.record.checkpoint import load, newest_complete
 from ffnlab.record.rundir import read_info
 from ffnlab.train import TrainConfig
+from ffnlab.trained import trusted_config
 from ffnlab.validate import validate
-from ffnlab.verbs import trusted_config
 
 BATCH_TOKENS = 2048  # of one batch (one sequence at least): enough to see what a neuron does, and quick
 

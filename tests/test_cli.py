@@ -51,12 +51,14 @@ def echo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def test_every_verb_is_listed_with_a_line_of_help_and_keeps_the_contract(root: Path):
     found = cli.verbs()
-    assert {"sample", "summary", "bench"} <= set(found)
+    assert {"sample", "summary", "bench", "import", "export"} <= set(found)
     for name, text in found.items():
         assert text.endswith("."), f"{name} has no sentence of help"
         folder = root / "src/ffnlab/verbs"
         source = next(
-            p for p in (folder / f"{name}.py", folder / name / "__init__.py") if p.exists()
+            p
+            for p in (folder / f"{name}.py", folder / f"{name}_.py", folder / name / "__init__.py")
+            if p.exists()
         ).read_text()
         assert "def add_arguments(parser" in source
         assert "def run(args" in source
@@ -116,6 +118,11 @@ def test_wrong_usage_is_exit_2(arguments: list[str], said: str, capsys: pytest.C
         cli.main(arguments)
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_verb_may_have_the_name_of_a_keyword(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["import", "hf", "/nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("ffnlab import: /nowhere is no folder")
 
 
 @pytest.mark.usefixtures("echo")

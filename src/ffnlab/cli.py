@@ -1,4 +1,5 @@
-"""The console script `ffnlab VERB ...`: every module of `ffnlab.verbs` is a verb, imported when it is used.
+"""The console script `ffnlab VERB ...`: every module of `ffnlab.verbs` is a verb, imported when it is used
+(`import_` is `import`: a module cannot have the name of a keyword).
 
 A verb has a docstring (its help), `add_arguments(parser)` and `run(args) -> int`. Exit codes: the verb's own,
 0 for done; 1 wrong input; 2 usage; 130 and 143 signals.
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.resources import files
+from keyword import iskeyword
 from typing import Any
 
 from ffnlab.errors import UserError, internal, nearest, plain_warnings, report
@@ -58,7 +60,7 @@ def dispatch(argv: list[str]) -> int:
     chosen = top.parse_args(argv)
     if chosen.verb not in known:
         top.error(f"unknown verb '{chosen.verb}'.{nearest(chosen.verb, known)} Verbs: {', '.join(known)}")
-    module = importlib.import_module(f"ffnlab.verbs.{chosen.verb}")
+    module = importlib.import_module(f"ffnlab.verbs.{chosen.verb}{'_' * iskeyword(chosen.verb)}")
     parser = argparse.ArgumentParser(
         prog=f"ffnlab {chosen.verb}",
         description=module.__doc__,
@@ -76,7 +78,7 @@ def verbs() -> dict[str, str]:
         source = file.joinpath("__init__.py") if file.is_dir() else file
         if source.is_file() and source.name.endswith(".py") and not file.name.startswith("_"):
             text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
-            found[file.name.removesuffix(".py")] = text.partition("\n")[0].strip()
+            found[file.name.removesuffix(".py").removesuffix("_")] = text.partition("\n")[0].strip()
     return found
 
 

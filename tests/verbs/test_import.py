@@ -15,11 +15,13 @@ from ffnlab.data.tokenizers import GPT2
 from ffnlab.errors import UserError
 from ffnlab.formats.vocabulary import byte_level
 from ffnlab.nn.count import count, total
+from ffnlab.nn.gpt import GPT
 from ffnlab.probe import Observer, ProbeSettings
 from ffnlab.probe.activity import Activity
 from ffnlab.probe.preact import Preact
 from ffnlab.record.checkpoint import load, newest_complete
 from ffnlab.record.rundir import load_config, read_info
+from ffnlab.trained import Trained, trained_model
 from ffnlab.validate import validate
 from ffnlab.verbs import export, import_, sample
 
@@ -64,6 +66,10 @@ def exported(run: Path, out: Path) -> Path:
     return out
 
 
+def opened(run: Path) -> GPT:
+    return trained_model(run, load_config(run), vocab_size=0)
+
+
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[..., Path]:
     """save(model) -> its folder."""
@@ -106,7 +112,7 @@ def test_logits_parameters_and_the_way_back(
 ) -> None:
     reference = theirs(kind, **changes)
     run = imported(save(reference, **options), tmp_path / "run")
-    ours = sample.load_model(run)
+    ours = opened(run)
     with torch.no_grad():
         assert (ours(TOKENS) - reference(TOKENS).logits).abs().max() < 1e-4
     size = reference.num_parameters()
@@ -128,7 +134,7 @@ def test_half_precision_is_read_exactly(
     dtype: torch.dtype, save: Callable[..., Path], tmp_path: Path
 ) -> None:
     reference = theirs("gpt2").to(dtype)
-    ours = sample.load_model(imported(save(reference), tmp_path / "run"))
+    ours = opened(imported(save(reference), tmp_path / "run"))
     with torch.no_grad():
         assert (ours(TOKENS) - reference.float()(TOKENS).logits).abs().max() < 1e-4
 
@@ -137,7 +143,7 @@ def test_half_precision_is_read_exactly(
 def test_an_imported_model_can_be_probed(save: Callable[..., Path], tmp_path: Path) -> None:
     """Pre-activations and active fractions as transformers' own modules have them."""
     reference = theirs("gpt2", activation_function="relu")
-    ours = sample.load_model(imported(save(reference), tmp_path / "run"))
+    ours = opened(imported(save(reference), tmp_path / "run"))
     settings = ProbeSettings(
         every=10, every_step_until=20, schedule="every", tokens=12, scan_tokens=0, budget_gib=1.0
     )
@@ -189,6 +195,8 @@ def test_another_tokenizer_is_left_out_with_a_warning(
     assert not (run / "tokenizer.json").exists()
     assert read_info(run)["imported_from"]["model_type"] == "llama"
     assert read_info(run)["status"] == "done"
+    with pytest.raises(UserError, match="imported without a tokenizer"):
+        Trained(run)
 
 
 @no_tokenizer
@@ -201,7 +209,7 @@ def test_names_of_older_files(save: Callable[..., Path], tmp_path: Path) -> None
     }
     masks = {f"h.{i}.attn.{name}": torch.ones(1, 1, T, T) for i in (0, 1) for name in ("bias", "masked_bias")}
     save_file({**old, **masks, "lm_head.weight": old["wte.weight"].clone()}, folder / "model.safetensors")
-    ours = sample.load_model(imported(folder, tmp_path / "run"))
+    ours = opened(imported(folder, tmp_path / "run"))
     with torch.no_grad():
         assert (ours(TOKENS) - reference(TOKENS).logits).abs().max() < 1e-4
 

@@ -1,7 +1,6 @@
 """`ffnlab sample` on a run directory made by hand: a small untrained model, whose noise is exact."""
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +34,6 @@ def make_run(tmp_path) -> Make:
         run = tmp_path / "run"
         run.mkdir()
         (run / "config.yaml").write_text(yaml.safe_dump(cfg))
-        (run / "run.json").write_text(json.dumps({"vocab_size": tokenizer.vocab_size}))
         tokenizer.save(run / "tokenizer.json")
         model = build.model(cfg, tokenizer.vocab_size)
         save(run, 1, model.state_dict(), {}, keep_last=1)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ffnlab.data import load_tokenizer
+from ffnlab.errors import UserError
 from ffnlab.formats import nanogpt, transformer_lens
 from ffnlab.formats.families import family_out
 from ffnlab.record.files import whole_folder, write_atomic
-from ffnlab.record.rundir import load_config
-from ffnlab.verbs.sample import newest_weights, vocabulary_size
+from ffnlab.record.rundir import load_config, read_info
+from ffnlab.trained import newest_weights
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
 def opened(path: Path) -> Trained:
     """The configuration and the weights of a run: the rows of padding cut off, a tied head left out."""
     cfg = load_config(path)
-    state, vocab_size = newest_weights(path), vocabulary_size(path)
+    vocab_size = read_info(path).get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise UserError(f"{path / 'run.json'} does not say the size of the vocabulary (vocab_size)")
+    state = newest_weights(path)
     if cfg["model"]["tie_head"]:
         del state["head.weight"]
     state |= {name: state[name][:vocab_size] for name in ("embed.weight", "head.weight") if name in state}

@@ -91,14 +91,14 @@ def spent(comparison: Comparison) -> Table:
     found = []
     for row in rows(comparison):
         step, hits, of = row["baseline_steps"], row.get("to_loss_reached"), row.get("to_loss_of")
-        some = f" ({hits} of {of})" if hits != of else ""
-        shown = {
-            "at": None if step is None else ("> " if row["baseline_steps_beyond"] else "") + f"{step:,.0f}"
-        }
-        for key, form in (("steps", ",.0f"), ("seconds", ",.1f"), ("flops", ".3g")):
-            value = row.get(f"to_loss_{key}")
-            never = value == float("inf")
-            shown[key] = None if value is None else ("not reached" if never else format(value, form)) + some
+        beyond, some = row["baseline_steps_beyond"], "" if hits == of else f" ({hits} of {of})"
+        shown = {"at": None if step is None else f"{'> ' if beyond else ''}{step:,.0f}"}
+        if hits is not None:
+            to = {key: row[f"to_loss_{key}"] for key in ("steps", "seconds", "flops")}
+            known = to["steps"] < float("inf")
+            shown["steps"] = (f"{to['steps']:,.0f}" if known else "-") + some
+            shown["seconds"] = f"{to['seconds']:,.1f}" if known else None
+            shown["flops"] = f"{to['flops']:.3g}" if known else None
         found.append(row | shown)
     return Table("what it costs", used(columns, found), found)
 
@@ -161,8 +161,8 @@ def notes(comparison: Comparison) -> list[str]:
         )
     if any(contrast.verdict.startswith("undecided") and contrast.seeds_needed for contrast in found):
         lines.append(
-            f"seeds needed: to find a difference of {question.margin:g} at {question.alpha:g} / {len(found)}, "
-            "two-sided, with the sd of these runs"
+            f"seeds needed: to find a difference of {question.margin:g} at {question.alpha:g} / {len(found)} "
+            "(two-sided) with the sd of these runs"
         )
     return lines + cost_notes(comparison)
 
@@ -177,8 +177,9 @@ def cost_notes(comparison: Comparison) -> list[str]:
         "at": "baseline steps: where the baseline's mean curve, under its own schedule, is at the arm's mean",
         "steps": f"target: {comparison.target:g}"
         if comparison.target is not None
-        else "target: the baseline's last value with the same seed; medians over seeds, interpolated between "
-        "validations",
+        else "target: the baseline's last value with the same seed",
+        "seconds": "to target: medians over seeds, between validations on straight lines; - (k of n): only k of "
+        "n seeds came to it, fewer than a median needs",
     }
     return [text for key, text in explained.items() if key in columns]
 

@@ -4,11 +4,11 @@ import csv
 import io
 import json
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -42,14 +42,22 @@ class Table:
 
 
 def show(table: Table) -> None:
-    """Print it: as wide as the terminal, where long cells are folded; elsewhere as wide as it is."""
+    """Print it: on a terminal headers are broken and the last column folded to fit; elsewhere nothing is."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=10_000)
-    drawn = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
-    for column in table.columns:
-        drawn.add_column(Text(column.header), justify="left" if column.left else "right", overflow="fold")
-    for row in table.cells():
+    drawn = RichTable(box=None, pad_edge=False)
+    cells = table.cells()
+    for i, column in enumerate(table.columns):
+        widest = max(6, *(len(row[i]) for row in cells))
+        lines = textwrap.wrap(column.header, widest, break_long_words=False)
+        drawn.add_column(
+            Text("\n".join(lines) if console.is_terminal else column.header),
+            justify="left" if column.left else "right",
+            no_wrap=i < len(table.columns) - 1,
+            overflow="fold",
+        )
+    for row in cells:
         drawn.add_row(*(Text(cell) for cell in row))  # as text: an arm may be called stream=[a,b]
     console.print(Text(table.title, style="bold"))
     console.print(drawn)

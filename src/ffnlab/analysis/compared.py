@@ -84,7 +84,7 @@ def spent(comparison: Comparison) -> Table:
         Column("active_frac", "active", "{:.1%}".format),
         Column("skippable_frac", "skippable", "{:.1%}".format),
         Column("at", "baseline steps"),
-        Column("steps", "steps to target"),
+        Column("steps", "to target"),
         Column("seconds", "seconds"),
         Column("flops", "FLOPs"),
     ]
@@ -178,8 +178,8 @@ def cost_notes(comparison: Comparison) -> list[str]:
         "steps": f"target: {comparison.target:g}"
         if comparison.target is not None
         else "target: the baseline's last value with the same seed",
-        "seconds": "to target: medians over seeds, between validations on straight lines; - (k of n): only k of "
-        "n seeds came to it, fewer than a median needs",
+        "seconds": "to target: medians over seeds, on straight lines between validations; - (k of n): only k "
+        "of n seeds came to it, fewer than a median needs",
     }
     return [text for key, text in explained.items() if key in columns]
 

@@ -42,19 +42,22 @@ class Table:
 
 
 def show(table: Table) -> None:
-    """Print it: on a terminal headers are broken and the last column folded to fit; elsewhere nothing is."""
+    """Print it: on a terminal headers are broken, and the last column of words folded, to fit; elsewhere
+    nothing is.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=10_000)
     drawn = RichTable(box=None, pad_edge=False)
     cells = table.cells()
+    folds = max((i for i, column in enumerate(table.columns) if column.left), default=0)
     for i, column in enumerate(table.columns):
         widest = max(6, *(len(row[i]) for row in cells))
         lines = textwrap.wrap(column.header, widest, break_long_words=False)
         drawn.add_column(
             Text("\n".join(lines) if console.is_terminal else column.header),
             justify="left" if column.left else "right",
-            no_wrap=i < len(table.columns) - 1,
+            no_wrap=i != folds,
             overflow="fold",
         )
     for row in cells:

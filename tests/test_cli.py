@@ -44,7 +44,8 @@ def echo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
     (tmp_path / "echo.py").write_text(FAKE)
     monkeypatch.setattr(ffnlab.verbs, "__path__", [*ffnlab.verbs.__path__, str(tmp_path)])
-    monkeypatch.setattr(cli, "verbs", lambda: {"echo": "Say what it is told.", "sample": ""})
+    found = {"echo": cli.Verb("ffnlab.verbs.echo", "Say what it is told."), "sample": cli.Verb("", "")}
+    monkeypatch.setattr(cli, "verbs", lambda: found)
     yield
     sys.modules.pop("ffnlab.verbs.echo", None)
 
@@ -52,12 +53,11 @@ def echo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_every_verb_is_listed_with_a_line_of_help_and_keeps_the_contract(root: Path):
     found = cli.verbs()
     assert {"sample", "summary", "bench"} <= set(found)
-    for name, text in found.items():
-        assert text.endswith("."), f"{name} has no sentence of help"
-        folder = root / "src/ffnlab/verbs"
-        source = next(
-            p for p in (folder / f"{name}.py", folder / name / "__init__.py") if p.exists()
-        ).read_text()
+    for name, verb in found.items():
+        assert verb.help.endswith("."), f"{name} has no sentence of help"
+        place = root / "src" / verb.module.replace(".", "/")
+        file = place.with_suffix(".py")
+        source = (file if file.exists() else place / "__init__.py").read_text()
         assert "def add_arguments(parser" in source
         assert "def run(args" in source
 

@@ -1,4 +1,5 @@
-"""The console script `ffnlab VERB ...`: every module of `ffnlab.verbs` is a verb, imported when it is used.
+"""The console script `ffnlab VERB ...`: every module of `ffnlab.verbs` (what computes with models) and of
+`ffnlab.analysis.verbs` (what reads run directories) is a verb, imported when it is used.
 
 A verb has a docstring (its help), `add_arguments(parser)` and `run(args) -> int`. Exit codes: the verb's own,
 0 for done; 1 wrong input; 2 usage; 130 and 143 signals.
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from ffnlab.errors import UserError, internal, nearest, plain_warnings, report
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def dispatch(argv: list[str]) -> int:
     """Find the verb, parse its arguments, run it."""
     known = verbs()
-    listed = "\n".join(f"  {name:<12} {text}" for name, text in known.items())
+    listed = "\n".join(f"  {name:<12} {verb.help}" for name, verb in known.items())
     top = argparse.ArgumentParser(
         prog="ffnlab",
         description="The bench's tools. Training itself is `python train.py ffn=swiglu act=relu2`.",
@@ -58,7 +59,7 @@ def dispatch(argv: list[str]) -> int:
     chosen = top.parse_args(argv)
     if chosen.verb not in known:
         top.error(f"unknown verb '{chosen.verb}'.{nearest(chosen.verb, known)} Verbs: {', '.join(known)}")
-    module = importlib.import_module(f"ffnlab.verbs.{chosen.verb}")
+    module = importlib.import_module(known[chosen.verb].module)
     parser = argparse.ArgumentParser(
         prog=f"ffnlab {chosen.verb}",
         description=module.__doc__,
@@ -69,15 +70,24 @@ def dispatch(argv: list[str]) -> int:
     return explaining(module.run, args)
 
 
-def verbs() -> dict[str, str]:
-    """Name -> first line of every verb's docstring; imports nothing, so that `ffnlab --help` is quick."""
+class Verb(NamedTuple):
+    """Where a verb is, and the first line of its docstring."""
+
+    module: str
+    help: str
+
+
+def verbs() -> dict[str, Verb]:
+    """Every verb by name; imports none of them, so that `ffnlab --help` is quick."""
     found = {}
-    for file in sorted(files("ffnlab").joinpath("verbs").iterdir(), key=lambda f: f.name):
-        source = file.joinpath("__init__.py") if file.is_dir() else file
-        if source.is_file() and source.name.endswith(".py") and not file.name.startswith("_"):
-            text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
-            found[file.name.removesuffix(".py")] = text.partition("\n")[0].strip()
-    return found
+    for package in ("ffnlab.verbs", "ffnlab.analysis.verbs"):
+        for file in files("ffnlab").joinpath(*package.split(".")[1:]).iterdir():
+            source = file.joinpath("__init__.py") if file.is_dir() else file
+            if source.is_file() and source.name.endswith(".py") and not file.name.startswith("_"):
+                name = file.name.removesuffix(".py")
+                text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+                found[name] = Verb(f"{package}.{name}", text.partition("\n")[0].strip())
+    return dict(sorted(found.items()))
 
 
 def explaining(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:

@@ -1,0 +1,73 @@
+"""The figures, each a function of a run that a decorator puts on the list.
+
+A new one is a function in a module of this folder:
+
+    @figure("C of every layer over the steps (E15, E16).")
+    def threshold(run: Run, options: Options) -> Drawing: ...
+
+It raises `Missing` when the run does not hold what it needs, with what to record.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from matplotlib.animation import Animation
+from matplotlib.figure import Figure
+
+from ffnlab.analysis.runs import Run
+from ffnlab.errors import UserError
+
+
+class Missing(UserError):
+    """The run did not record what a figure needs, which is no fault when all figures are asked for."""
+
+
+class Drawing(NamedTuple):
+    """A picture and the caption that states what was measured, over what, in which unit."""
+
+    picture: Figure | Animation
+    caption: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose; a figure takes what it needs. None: the figure's own choice."""
+
+    layers: tuple[str, ...] | None = None  # L00, L11
+    neuron: int | None = None
+    tokens: tuple[int, ...] | None = None  # places in the probe batch
+    act: str | None = None  # geometry: another activation than the run's
+    c: float | None = None  # geometry: another threshold than the run's
+
+
+Draw = Callable[[Run, Options], Drawing]
+
+
+class Entry(NamedTuple):
+    """A figure on the list."""
+
+    shows: str  # one sentence, with its number in the list of experiments
+    draw: Draw
+
+
+_entries: dict[str, Entry] = {}
+
+
+def figure(shows: str) -> Callable[[Draw], Draw]:
+    """Puts a function on the list under its own name."""
+
+    def enter(draw: Draw) -> Draw:
+        _entries[draw.__name__] = Entry(shows, draw)
+        return draw
+
+    return enter
+
+
+def entries() -> dict[str, Entry]:
+    """All figures by name; imports the modules of this folder on first use."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return dict(sorted(_entries.items()))

@@ -1,0 +1,1 @@
+"""The verbs of the command `ffnlab` that read run directories; see `ffnlab.verbs`."""

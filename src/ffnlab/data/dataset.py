@@ -166,7 +166,8 @@ class Dataset:
         Fewer windows are used when the split or `n_positions` has no more.
         """
         starts = self._spread(self._val, min(n_windows, n_positions))
-        return self._pairs(self._val, starts)[0], probe_mask(n_positions, len(starts), self.seq_len)
+        mask = probe_mask(n_positions, len(starts), self.seq_len)
+        return self._pairs(self._val, starts)[0], mask
 
     def scan_tokens(self, n: int) -> Int64[Tensor, "W T"]:
         """At least `n` validation tokens: ceil(n / seq_len) windows, evenly spread (or all there are)."""

@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from ffnlab.errors import UserError
-from ffnlab.probe.base import Captured, Observation, Probe, Scanner, Site, layers, to_numpy
+from ffnlab.probe.base import Captured, Observation, Probe, Scanner, Site, layers, share, to_numpy
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # whole numbers of the size of a float
 
@@ -52,9 +52,9 @@ class Activity(Probe):
             active = (np.count_nonzero(post > 0, axis=0) / len(post)).astype(np.float32)
             name = f"probe/activity/{label}"
             seen.scalars[f"{name}/active_frac"] = float(active.mean())
-            seen.scalars[f"{name}/zero_frac"] = np.count_nonzero(post == 0) / post.size
-            seen.scalars[f"{name}/above_eps_frac"] = np.count_nonzero(np.abs(post) > self.eps) / post.size
-            seen.scalars[f"{name}/used_frac"] = np.count_nonzero(active) / active.size
+            seen.scalars[f"{name}/zero_frac"] = share(post == 0)
+            seen.scalars[f"{name}/above_eps_frac"] = share(np.abs(post) > self.eps)
+            seen.scalars[f"{name}/used_frac"] = share(active > 0)
             seen.arrays[f"{label}/activity/active_frac"] = (active, ("neuron",))
         return seen
 
@@ -90,8 +90,8 @@ class _Counts(Scanner):
             tokens = self.tokens[acts[0]]
             active = (counts / tokens).astype(np.float32)
             name = f"probe/activity/{label}"
-            seen.scalars[f"{name}/dead_frac"] = float((counts == 0).mean())
-            seen.scalars[f"{name}/always_on_frac"] = float((counts == tokens).mean())
+            seen.scalars[f"{name}/dead_frac"] = share(counts == 0)
+            seen.scalars[f"{name}/always_on_frac"] = share(counts == tokens)
             seen.scalars[f"{name}/used_seq_frac"] = float(windows.mean() * self.seq_len / tokens)
             seen.scalars[f"{name}/gini"] = gini(counts)
             seen.arrays[f"{label}/activity_scan/active_frac"] = (active, ("neuron",))
@@ -123,3 +123,8 @@ def gini(counts: np.ndarray) -> float:
     n, total = len(counts), counts.sum()
     ranks = np.arange(1, n + 1)
     return float(2 * (ranks * np.sort(counts)).sum() / (n * total) - (n + 1) / n) if total else 0.0
+
+
+def has_exact_zeros(act: nn.Module) -> bool:
+    """Whether an activation (or a threshold, for the one in it) says that it is exactly 0 where inactive."""
+    return bool(getattr(act, "exact_zeros", False))

@@ -139,6 +139,11 @@ def thresholds(model: nn.Module, acts: list[str]) -> list[Tensor]:
     return [c.detach() for c in found if isinstance(c, Tensor)]
 
 
+def share(where: np.ndarray) -> float:
+    """The fraction of truth values that are true."""
+    return int(np.count_nonzero(where)) / where.size
+
+
 def to_numpy(values: Tensor) -> np.ndarray:
     """A detached fp32 copy on the host."""
     return values.detach().float().cpu().numpy()

@@ -140,19 +140,23 @@ class Observer:
         for name, probe in self.probes.items():
             probe.restore(state.get(name, {}))
 
+    def looks(self, name: str) -> set[int]:
+        """The steps of the run at which a probe looks; step 0 has no gradients."""
+        probe, due = self.probes[name], self.settings.due
+        steps = range(int(probe.wants_gradients), self.steps + 1)
+        return {step for step in steps if due(step, probe.every, self.steps)}
+
     def sizes(self, *, scans: int) -> dict[str, int]:
         """Bytes of all arrays of a run with `scans` scans, uncompressed, by probe: looks once, times the
-        events. Leaves the probes as they were.
+        looks. Leaves the probes as they were.
         """
         state, found = self.state(), {}
         one_window = None if self.scan_tokens is None else self.scan_tokens[:1]
         for name, probe in self.probes.items():
-            looks = range(int(probe.wants_gradients), self.steps + 1)  # step 0 has no gradients
-            events = sum(self.settings.due(step, probe.every, self.steps) for step in looks)
             with torch.no_grad():
                 probe.on_gradients(self.model)
             seen, scanned = self._observe({name: probe}), self._scan(one_window, {name: probe})
-            found[name] = events * _bytes(seen) + scans * _bytes(scanned)
+            found[name] = len(self.looks(name)) * _bytes(seen) + scans * _bytes(scanned)
         self.restore(state)
         return found
 

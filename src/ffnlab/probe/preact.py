@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ffnlab.errors import UserError
-from ffnlab.probe.base import Array, Captured, Observation, Probe, Site, layers, thresholds, to_numpy
+from ffnlab.probe.base import Array, Captured, Observation, Probe, Site, layers, share, thresholds, to_numpy
 
 
 class Preact(Probe):
@@ -75,13 +75,12 @@ class Preact(Probe):
 
     def around(self, above: np.ndarray, spread: dict[str, float]) -> dict[str, float]:
         """What lies above C and close to it, for pre - C of shape (n,) with these moments."""
-        n, positive = above.size, np.count_nonzero(above > 0)
         z = spread["mean"] / max(spread["sd"], 1e-30)
         return {
-            "active_frac": positive / n,
+            "active_frac": (active := share(above > 0)),
             "predicted_active_frac": 0.5 * math.erfc(-z / math.sqrt(2)),
-            "below_frac": np.count_nonzero((above >= -self.eps) & (above < 0)) / n,
-            "above_frac": (positive - np.count_nonzero(above > self.eps)) / n,
+            "below_frac": share((above >= -self.eps) & (above < 0)),
+            "above_frac": active - share(above > self.eps),
         }
 
 

@@ -93,7 +93,8 @@ class NeuronRecord:
             for left in self.path.rglob("*.partial"):  # of a write that a kill ended
                 left.unlink(missing_ok=True)
             for arrays in self._by_step():
-                keep = int(np.searchsorted(arrays["step"][:], step, side="right"))
+                steps = arrays["step"][:]
+                keep = int(((steps >= 0) & (steps <= step)).sum())
                 for array in arrays.values():
                     array.resize((keep, *array.shape[1:]))
         self._waiting = sum(
@@ -106,7 +107,12 @@ class NeuronRecord:
         arrays = self._arrays(group)
         if "step" not in arrays:
             arrays["step"] = self._store().create_array(
-                f"{group}/step", shape=(0,), chunks=(4096,), dtype="int64", dimension_names=("step",)
+                f"{group}/step",
+                shape=(0,),
+                chunks=(4096,),
+                dtype="int64",
+                fill_value=-1,  # of rows that a kill left without their step
+                dimension_names=("step",),
             )
         old = arrays["step"][:]
         found = {step for rows in events.values() for step, _ in rows}

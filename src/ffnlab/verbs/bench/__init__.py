@@ -1,4 +1,4 @@
-"""Measure how fast this machine trains a configuration, what its probes cost, its products, or a start."""
+"""Measure how fast this machine trains, what probes cost, its matrix-product rate, or the start of a run."""
 
 import argparse
 import json

@@ -110,15 +110,11 @@ def shares(observer: Observer, figures: dict[str, Any], scans: int) -> dict[str,
     """What each probe takes of a run's training steps and probes at the configured cadence; `forward` are
     the passes that they share.
     """
-    steps, settings = observer.steps, observer.settings
-    due = {
-        name: {step for step in range(steps + 1) if settings.due(step, probe.every, steps)}
-        for name, probe in observer.probes.items()
-    }
+    due = {name: observer.looks(name) for name in observer.probes}
     due["forward"] = set().union(*(due[name] for name, sites in observer.sites.items() if sites))
     look, scan = figures["look"], figures["scan"]
     taken = {name: len(due[name]) * look[name] + scans * scan[name] for name in look}
-    whole = steps * figures["step"] + sum(taken.values())
+    whole = observer.steps * figures["step"] + sum(taken.values())
     return {
         name: {
             "look_ms": look[name],

@@ -10,7 +10,7 @@ RUN    ?= arch=speedrun threshold=learned
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow check format lint types bench build lock clean
+.PHONY: help setup train test test-slow check format lint types studies studies-smoke notebooks bench build lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,22 @@ lint: $(STAMP) ## ruff (make lint FIX=1 repairs what it can)
 
 types: $(STAMP) ## pyright
 	$(BIN)/pyright
+
+# Every study with a network of nothing for two steps: do all arms start, train and end?
+SMOKE := model.d_model=32 model.n_heads=2 model.seq_len=32 train.steps=2 train.batch_size=2 train.eval_batches=2 \
+         probe.scan_tokens=1024 seed=0 data.seed=0 logger=none hydra.launcher.parallel=$(JOBS)
+STUDIES := $(basename $(notdir $(wildcard configs/experiment/*.yaml)))
+
+studies: $(STAMP) ## run every study to its end (hours; goes on where it stopped), and draw its results
+	set -e; for study in $(STUDIES); do \
+	  $(BIN)/python train.py experiment=$$study; $(BIN)/python experiments/$$study/figures.py; done
+
+studies-smoke: $(STAMP) ## every arm of every study, tiny
+	set -e; for study in $(STUDIES); do rm -rf outputs/smoke-$$study; \
+	  $(BIN)/python train.py experiment=$$study study=smoke-$$study $(SMOKE); rm -rf outputs/smoke-$$study; done
+
+notebooks: $(STAMP) ## notebooks/*.ipynb out of their sources
+	$(BIN)/jupytext --to ipynb notebooks/*.py
 
 bench: $(STAMP) ## step time, tokens/s and the fraction of the machine's matrix-product rate
 	$(BIN)/ffnlab bench train

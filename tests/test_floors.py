@@ -43,7 +43,9 @@ MAY_IMPORT = {
     "facts": BELOW_RUN | {"session"},
     "recorded": BELOW_RUN | {"session", "facts"},
     "run": BELOW_RUN | {"session", "recorded"},
-    "verbs": BELOW_RUN,
+    "intervene": {"probe"},
+    "trained": BELOW_RUN,  # a run's model and data, opened again
+    "verbs": BELOW_RUN | {"intervene", "trained"},
     "analysis": {"record"},
     "cli": TWO | CONFIG | {"analysis"},
     "train.py": TWO | CONFIG | {"train", "analysis"},  # of train: Diverged, which is an exit code

@@ -80,6 +80,12 @@ def test_arms_vary_fastest_and_the_command_line_beats_them_and_they_beat_params(
     ]
 
 
+def test_an_arm_may_have_several_values_of_its_own():
+    arms = {"both": ["seed=0,1"], "data": ["seed=0", "data.seed=0,1"]}
+    assert lines([], {}, arms) == ["seed=0", "seed=1", "seed=0 data.seed=0", "seed=0 data.seed=1"]
+    assert {job.label for job in expand([], {}, arms)} == {"both", "data"}
+
+
 def test_some_arms_only():
     arms = {"a": ["x=1"], "b": ["x=2"], "c": ["x=3"]}
     assert lines(["arm=c,a"], {}, arms) == ["x=3", "x=1"]

@@ -10,12 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ffnlab import build
 from ffnlab.data import Tokenizer, load_tokenizer
 from ffnlab.errors import UserError
 from ffnlab.nn.gpt import GPT
-from ffnlab.record.checkpoint import load, newest_complete
-from ffnlab.record.rundir import load_config, read_info
+from ffnlab.trained import trained_model, trusted_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,26 +68,13 @@ def check(args: argparse.Namespace) -> None:
 
 def load_run(path: Path, plugins: Sequence[str] = ()) -> tuple[GPT, Tokenizer]:
     """The model of a run, as its newest complete checkpoint has it, and the run's tokenizer."""
-    cfg = load_config(path)
-    if cfg.get("plugins") and sorted(cfg["plugins"]) != sorted(plugins):
-        raise UserError(
-            f"{path} was trained with code of the packages {', '.join(cfg['plugins'])}; if you trust them: "
-            f"--plugins {' '.join(cfg['plugins'])}"
-        )
+    cfg = trusted_config(path, plugins)
     if not (path / "tokenizer.json").is_file():
         raise UserError(
             f"{path} has no tokenizer.json: it was trained on token ids alone, which cannot be read as text"
         )
     tokenizer = load_tokenizer(path / "tokenizer.json")
-    checkpoint = newest_complete(path)
-    if checkpoint is None:
-        raise UserError(
-            f"{path} holds no complete checkpoint yet (the first one comes after checkpoint.every steps)"
-        )
-    tensors, _ = load(checkpoint)
-    model = build.model(cfg, read_info(path).get("vocab_size", tokenizer.vocab_size))
-    model.load_state_dict(tensors)
-    return model.eval(), tokenizer
+    return trained_model(path, cfg, tokenizer.vocab_size), tokenizer
 
 
 def start(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ def expand(
     """All combinations: for every point of the grid, every arm.
 
     `params` and `command` span the grid; of one key the command line's values win over the arm's, which win
-    over those of `params`. `arm=a,b` on the command line keeps those arms only. Arms vary fastest, then the
-    later keys.
+    over those of `params`. `arm=a,b` on the command line keeps those arms only. An arm's override may have
+    several values too: `seed=range(0,8)`. Arms vary fastest, then the later keys.
     """
     fixed = _parse([f"{key}={'null' if value is None else value}" for key, value in params.items()], loader)
     given = _parse(command, loader)
@@ -54,16 +54,15 @@ def expand(
     chosen = _arms(arms, given.pop("arm", None))
     grid = {**{key: o for key, o in fixed.items() if key not in given}, **given}
     jobs: dict[tuple[str, ...], Job] = {}
-    for point in itertools.product(*(_values(override) for override in grid.values())):
-        values = dict(zip(grid, point, strict=True))
+    for values in _points(grid):
         for name, overrides in chosen.items():
-            arm = {k: str(o.input_line) for k, o in _parse(overrides, loader).items() if k not in given}
-            merged = tuple({**{k: v for k, v in values.items() if k not in arm}, **arm}.values())
-            swept = {
-                k: v for k, v in values.items() if grid[k].is_sweep_override() and k not in {*arm, "seed"}
-            }
-            label = "-".join([*([slug(name)] if name else []), *(_word(k, v) for k, v in swept.items())])
-            jobs.setdefault((name, *merged), Job(list(merged), slug(label) if label else ""))
+            for arm in _points({k: o for k, o in _parse(overrides, loader).items() if k not in given}):
+                merged = tuple({**{k: v for k, v in values.items() if k not in arm}, **arm}.values())
+                swept = {
+                    k: v for k, v in values.items() if grid[k].is_sweep_override() and k not in {*arm, "seed"}
+                }
+                label = "-".join([*([slug(name)] if name else []), *(_word(k, v) for k, v in swept.items())])
+                jobs.setdefault((name, *merged), Job(list(merged), slug(label) if label else ""))
     return list(jobs.values())
 
 
@@ -105,6 +104,12 @@ def _values(override: Override) -> list[str]:
     if not values:
         raise UserError(f"{override.input_line}: no value fits")
     return values
+
+
+def _points(grid: Mapping[str, Override]) -> Iterator[dict[str, str]]:
+    """Key -> override, for every combination of the values."""
+    for point in itertools.product(*(_values(override) for override in grid.values())):
+        yield dict(zip(grid, point, strict=True))
 
 
 def _arms(arms: Mapping[str, Sequence[str]], wanted: Override | None) -> dict[str, Sequence[str]]:

@@ -1,0 +1,79 @@
+"""A run's model and data, opened again to be asked something: nothing of the run is changed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ffnlab import build
+from ffnlab.data import Dataset, cache_dir
+from ffnlab.device import autocast, choose_device, choose_precision
+from ffnlab.errors import UserError
+from ffnlab.nn.gpt import GPT
+from ffnlab.record.checkpoint import load, newest_complete
+from ffnlab.record.rundir import load_config, read_info
+
+WINDOWS_AT_ONCE = 4  # few: the standard error of a mean over batches needs many of them
+
+
+def trusted_config(path: Path, plugins: Sequence[str]) -> dict[str, Any]:
+    """The configuration of a run. UserError where it uses code of packages that were not named."""
+    cfg = load_config(path)
+    if cfg.get("plugins") and sorted(cfg["plugins"]) != sorted(plugins):
+        raise UserError(
+            f"{path} was trained with code of the packages {', '.join(cfg['plugins'])}; if you trust them: "
+            f"--plugins {' '.join(cfg['plugins'])}"
+        )
+    return cfg
+
+
+def trained_model(path: Path, cfg: dict[str, Any], vocab_size: int) -> GPT:
+    """The model as the newest complete checkpoint has it, in eval mode."""
+    checkpoint = newest_complete(path)
+    if checkpoint is None:
+        raise UserError(
+            f"{path} holds no complete checkpoint yet (the first one comes after checkpoint.every steps)"
+        )
+    tensors, _ = load(checkpoint)
+    model = build.model(cfg, read_info(path).get("vocab_size", vocab_size))
+    model.load_state_dict(tensors)
+    return model.eval()
+
+
+class Trained:
+    """A trained model with its validation data, on their device, in the precision of the run."""
+
+    def __init__(self, path: Path, plugins: Sequence[str] = ()):
+        self.path = path
+        self.cfg = trusted_config(path, plugins)
+        info = read_info(path)
+        self.data: Dataset = build.dataset(self.cfg, cache_dir())
+        known = info.get("data", {}).get("fingerprint")
+        if known not in (None, self.data.fingerprint):
+            raise UserError(
+                f"the data of {path} have changed since it was trained: its losses cannot be compared"
+            )
+        self.device = choose_device(self.cfg["train"]["device"])
+        self.precision = autocast(
+            self.device, choose_precision(info.get("precision", self.cfg["train"]["precision"]), self.device)
+        )
+        self.model = trained_model(path, self.cfg, self.data.vocab_size).to(self.device)
+
+    def batches(self, windows: int) -> list[tuple[Tensor, Tensor]]:
+        """`windows` validation windows (all when there are fewer), evenly spread, in batches, on the
+        device.
+        """
+        size = min(windows, WINDOWS_AT_ONCE)
+        pairs = self.data.val_batches(size, -(-windows // size))
+        return [(x.to(self.device), y.to(self.device)) for x, y in pairs]
+
+    @torch.no_grad()
+    def losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Nats per token of each batch (N,), in float64."""
+        means = []
+        for x, y in batches:
+            with self.precision():
+                means.append(self.model.loss(x, y).double().cpu() / (y >= 0).sum().cpu())
+        return torch.stack(means)

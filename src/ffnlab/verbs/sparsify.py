@@ -1,0 +1,233 @@
+"""Draw the validation loss of a run against its active fraction: fewer neurons, by a higher C, top-k or eps.
+
+Three ways to leave out neurons of a trained model, each set so that a given share of the (token, neuron)
+pairs of a layer stays (set on the probe batch, measured on other validation windows):
+  c      act(pre - C - d): the threshold rises by d, which also lowers what stays (ReLU family only)
+  eps    post-activations with |post| <= eps become 0; the others stay as they are
+  top_k  of each token the k post-activations of the largest |post| stay
+All layers together, then (for the first way) each layer alone. For smooth activations `eps` and `top_k` say
+what could be left out, not what is 0 by itself. Nothing is trained. Writes RUN/sparsify.csv.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ffnlab.errors import UserError
+from ffnlab.intervene import Activity, Change, acts, changed, collected
+from ffnlab.probe.activity import has_exact_zeros
+from ffnlab.record.table import write_table
+from ffnlab.trained import Trained
+from ffnlab.verbs import show
+
+FRACS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
+METHODS = ("c", "eps", "top_k")
+COLUMNS = ("method", "layer", "kept_frac", "active_frac", "loss", "rise", "rise_se")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as outputs/my-run")
+    parser.add_argument(
+        "--method", nargs="+", choices=METHODS, default=None, help="default: all that the activation allows"
+    )
+    parser.add_argument(
+        "--fracs", nargs="+", type=float, default=list(FRACS), metavar="X", help="shares to keep"
+    )
+    parser.add_argument(
+        "--windows", type=int, default=32, metavar="N", help="validation windows (default 32)"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, metavar="X", help="rise in nats at the knee (default 0.01)"
+    )
+    parser.add_argument(
+        "--plugins", nargs="+", default=[], metavar="PACKAGE", help="packages whose code the run may use"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    check(args)
+    trained = Trained(args.run, args.plugins)
+    sites = acts(trained.model)
+    if not sites:
+        raise UserError(f"{args.run} has no FFN: there is nothing to make sparser")
+    methods = allowed(trained, [name for found in sites.values() for name in found], args.method)
+    rows = sweep(trained, sites, methods, sorted(args.fracs, reverse=True), trained.batches(args.windows))
+    file = args.run / "sparsify.csv"
+    write_table(file, COLUMNS, rows)
+    present(rows, args.tolerance)
+    print(f"\n{file}")
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """All numbers in range, or a UserError that names each one that is not."""
+    problems = [f"--fracs {f:g}: expected a share above 0 and up to 1" for f in args.fracs if not 0 < f <= 1]
+    if args.windows < 1:
+        problems.append(f"--windows {args.windows}: expected at least 1")
+    if not 0 < args.tolerance < math.inf:
+        problems.append(f"--tolerance {args.tolerance:g}: expected a positive number of nats")
+    if problems:
+        raise UserError(*problems)
+
+
+def allowed(trained: Trained, names: list[str], wanted: Sequence[str] | None) -> list[str]:
+    """The ways that can be gone; `c` needs an activation that is exactly 0 below the threshold."""
+    zeros = all(has_exact_zeros(trained.model.get_submodule(name)) for name in names)
+    if wanted and "c" in wanted and not zeros:
+        raise UserError(
+            "--method c: this run's activation is nowhere exactly 0, so a higher threshold switches nothing "
+            "off; use eps or top_k"
+        )
+    return list(wanted or (METHODS if zeros else METHODS[1:]))
+
+
+Row = dict[str, Any]
+
+
+def sweep(
+    trained: Trained,
+    sites: dict[str, list[str]],
+    methods: list[str],
+    fracs: list[float],
+    batches: list[tuple[Tensor, Tensor]],
+) -> list[Row]:
+    """One row for each (method, layers, share) that is below what is active anyway."""
+    pre, post = calibration(trained, sites)
+    base, dense = measure(trained, batches, {}, "output")
+    rows = [
+        row("none", label, 1.0, base, base, frac) for label, frac in {**dense, "all": mean(dense)}.items()
+    ]
+    for method in methods:
+        together = ["all"] if method != methods[0] or len(sites) == 1 else ["all", *sites]
+        for scope in together:
+            labels = list(sites) if scope == "all" else [scope]
+            for frac in fracs:
+                changes: dict[str, Change] = {}
+                for label in labels:
+                    changes |= cut(method, sites[label], pre, post, frac, dense[label])
+                if not changes:
+                    continue
+                side = "input" if method == "c" else "output"
+                losses, active = measure(trained, batches, changes, side)
+                shown = mean(active) if scope == "all" else active[scope]
+                rows.append(row(method, scope, frac, losses, base, shown))
+    return rows
+
+
+def calibration(trained: Trained, sites: dict[str, list[str]]) -> tuple[dict[str, Tensor], ...]:
+    """Pre- and post-activations of all modules on the windows of the probe batch."""
+    names = [name for found in sites.values() for name in found]
+    windows, _ = trained.data.probe_tokens(1 if trained.data.n_val < 5 * trained.model.seq_len else 4)
+    seen = []
+    for side in ("input", "output"):
+        with torch.no_grad(), collected(trained.model, names, side) as values, trained.precision():
+            trained.model(windows.to(trained.device))
+        seen.append({name: torch.cat(parts).float() for name, parts in values.items() if parts})
+    return tuple(seen)
+
+
+def cut(
+    method: str,
+    names: list[str],
+    pre: dict[str, Tensor],
+    post: dict[str, Tensor],
+    frac: float,
+    active: float,
+) -> dict[str, Change]:
+    """The changes that leave the share `frac` of a layer's pairs; none where no more than that is active."""
+    met = [name for name in names if name in post and len(post[name])]
+    if frac >= active or not met:
+        return {}
+    if method == "top_k":
+        return {name: partial(keep_largest, frac=frac) for name in names}
+    if method == "eps":
+        size = quantile(torch.cat([post[name].abs().flatten() for name in met]), 1 - frac)
+        return {name: partial(drop_small, eps=size) for name in names}
+    # C rises from where it is, the smallest active pre-activation, to where the share `frac` lies above it.
+    before = torch.cat([pre[name].flatten() for name in met])
+    lit = torch.cat([post[name].flatten() for name in met]) != 0
+    rise = quantile(before, 1 - frac) - before[lit].min().item()
+    return {name: partial(lower, by=rise) for name in names}
+
+
+def quantile(values: Tensor, share: float) -> float:
+    """The value that the given share of `values` does not exceed."""
+    rank = min(max(math.ceil(share * values.numel()), 1), values.numel())
+    return values.kthvalue(rank).values.item()
+
+
+def keep_largest(post: Tensor, frac: float) -> Tensor:
+    """`post` with all but each token's round(frac * F) largest values by size set to 0."""
+    k = max(1, round(frac * post.shape[-1]))
+    kept = post.abs().topk(k, dim=-1).indices
+    return torch.zeros_like(post).scatter(-1, kept, post.gather(-1, kept))
+
+
+def drop_small(post: Tensor, eps: float) -> Tensor:
+    return torch.where(post.abs() > eps, post, 0)
+
+
+def lower(pre: Tensor, by: float) -> Tensor:
+    return pre - by
+
+
+def measure(
+    trained: Trained,
+    batches: list[tuple[Tensor, Tensor]],
+    changes: dict[str, Change],
+    side: Any,
+) -> tuple[Tensor, dict[str, float]]:
+    """Loss by batch and active fraction by layer, under the changes."""
+    activity = Activity(trained.model)
+    with changed(trained.model, changes, side), activity.on():
+        return trained.losses(batches), activity.fracs()
+
+
+def mean(fracs: dict[str, float]) -> float:
+    return sum(fracs.values()) / len(fracs)
+
+
+def row(method: str, layer: str, kept: float, losses: Tensor, base: Tensor, active: float) -> Row:
+    """`rise` is over the unchanged model on the same batches; its standard error is over the batches."""
+    rise = losses - base
+    se = rise.std().item() / math.sqrt(len(rise)) if len(rise) > 1 else math.nan
+    values = (method, layer, kept, active, losses.mean().item(), rise.mean().item(), se)
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def knee(rows: Sequence[Row], tolerance: float) -> Row | None:
+    """The sparsest of the rows up to which the loss never rises by more than `tolerance`."""
+    found = None
+    for each in sorted(rows, key=lambda r: -r["active_frac"]):
+        if not each["rise"] <= tolerance:
+            break
+        found = each
+    return found
+
+
+def present(rows: list[Row], tolerance: float) -> None:
+    """One line for each measurement, and the knees below."""
+    cells = [
+        (
+            f"{r['method']} {r['layer']}",
+            f"{r['active_frac']:.2%}",
+            f"{r['loss']:.4f}",
+            f"{r['rise']:+.4f}",
+            f"{r['rise_se']:.4f}",
+        )
+        for r in rows
+    ]
+    heads = ("method, layers", "active", "loss (nats)", "rise", "s.e.")
+    show("validation loss against active fraction", heads, cells)
+    print()
+    for method, layer in dict.fromkeys((r["method"], r["layer"]) for r in rows if r["method"] != "none"):
+        own = [r for r in rows if (r["method"], r["layer"]) in ((method, layer), ("none", layer))]
+        at = knee(own, tolerance)
+        if at is not None:
+            print(f"{method} {layer}: {at['active_frac']:.2%} active within {tolerance:g} nats")

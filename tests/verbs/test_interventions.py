@@ -1,0 +1,174 @@
+"""`ffnlab sparsify` and `ffnlab ablate` against the same changes made to the weights by hand."""
+
+import argparse
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ffnlab import build
+from ffnlab.data import cache_dir
+from ffnlab.errors import UserError
+from ffnlab.record.checkpoint import save
+from ffnlab.record.table import read_table, write_table
+from ffnlab.trained import Trained
+from ffnlab.verbs import ablate, sparsify
+
+SMALL = (
+    "data=counting",
+    "model.n_layers=2",
+    "model.d_model=32",
+    "model.n_heads=2",
+    "model.seq_len=32",
+    "model.zero_out=false",
+    "train.device=cpu",
+    "train.precision=fp32",
+    "logger=none",
+)
+
+
+def make_run(path: Path, *overrides: str) -> Path:
+    """A run directory with an untrained model whose output projections are not 0."""
+    cfg, _ = build.compose([*SMALL, *overrides])
+    path.mkdir()
+    (path / "config.yaml").write_text(yaml.safe_dump(cfg))
+    model = build.model(cfg, build.dataset(cfg, cache_dir()).vocab_size)
+    torch.nn.init.normal_(model.head.weight, std=0.5, generator=torch.Generator().manual_seed(0))
+    save(path, 1, model.state_dict(), {}, keep_last=1)
+    return path
+
+
+def call(verb: Any, run: Path, *options: str) -> list[dict[str, Any]]:
+    """The verb's exit code is 0; the rows of its table."""
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    assert verb.run(parser.parse_args([str(run), "--windows", "4", *options])) == 0
+    return read_table(run / f"{verb.__name__.rpartition('.')[2]}.csv")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("interventions") / "run", "threshold=fixed", "threshold.init=0.1")
+
+
+def test_a_higher_c_is_a_higher_c(run: Path):
+    rows = call(sparsify, run, "--method", "c", "--fracs", "0.1")
+    (together,) = (r for r in rows if r["method"] == "c" and r["layer"] == "all")
+    trained = Trained(run)
+    pre, _ = sparsify.calibration(trained, {"L00": ["blocks.0.ffn.act"], "L01": ["blocks.1.ffn.act"]})
+    by_hand = copy.deepcopy(trained)
+    for block, name in enumerate(pre):
+        values = pre[name].flatten().sort().values
+        c = values[round(0.9 * len(values)) - 1].item()  # the share 0.1 lies above it
+        by_hand.model.blocks[block].ffn.act.threshold.fill_(c)  # type: ignore[union-attr]
+    batches = trained.batches(4)
+    assert together["loss"] == pytest.approx(by_hand.losses(batches).mean().item(), abs=1e-5)
+    assert together["active_frac"] == pytest.approx(0.1, abs=0.03)
+    assert together["rise"] == pytest.approx(together["loss"] - rows[0]["loss"], abs=1e-9)
+
+
+def test_shares_that_are_not_below_what_is_active_are_left_out(run: Path):
+    rows = call(sparsify, run, "--fracs", "1", "0.9", "0.05")
+    assert {r["kept_frac"] for r in rows if r["method"] != "none"} == {0.05}
+    assert {r["method"] for r in rows} == {"none", "c", "eps", "top_k"}
+    assert [r["layer"] for r in rows if r["method"] == "c"] == ["all", "L00", "L01"]
+
+
+@pytest.mark.parametrize("k", [1, 5, 128])
+def test_top_k_and_eps_keep_what_is_largest(k: int):
+    post = torch.randn(7, 128, dtype=torch.float64)
+    kept = sparsify.keep_largest(post, k / 128)
+    for row, out in zip(post, kept, strict=True):
+        best = sorted(row.tolist(), key=abs)[-k:]
+        assert sorted(out[out != 0].tolist(), key=abs) == best
+    eps = sparsify.quantile(post.abs().flatten(), 1 - k / 128)
+    assert torch.count_nonzero(sparsify.drop_small(post, eps)) == 7 * k if k < 128 else True
+
+
+def test_the_knee_is_the_last_before_the_first_bad_one():
+    rises = {1.0: 0.0, 0.5: -0.001, 0.3: 0.009, 0.2: 0.02, 0.1: 0.005}
+    rows = [{"active_frac": frac, "rise": rise} for frac, rise in rises.items()]
+    at = sparsify.knee(rows, 0.01)
+    assert at is not None
+    assert at["active_frac"] == 0.3
+    assert sparsify.knee([{"active_frac": 1.0, "rise": float("nan")}], 0.01) is None
+
+
+def test_a_neuron_that_is_out_is_a_column_of_down_that_is_zero(run: Path):
+    rows = call(ablate, run, "--neuron", "L01:3", "--layer", "L00")
+    trained = Trained(run)
+    batches = trained.batches(4)
+    assert rows[0]["loss"] == pytest.approx(trained.losses(batches).mean().item(), abs=1e-6)
+    down = trained.model.blocks[1].ffn.down.weight  # type: ignore[union-attr]
+    with torch.no_grad():
+        down[:, 3] = 0
+    assert rows[2]["loss"] == pytest.approx(trained.losses(batches).mean().item(), abs=1e-6)
+    other = Trained(run)
+    with torch.no_grad():
+        other.model.blocks[0].ffn.down.weight.zero_()  # type: ignore[union-attr]
+    assert rows[1]["what"] == "ffn"
+    assert rows[1]["loss"] == pytest.approx(other.losses(batches).mean().item(), abs=1e-6)
+
+
+def test_dead_neurons_cost_nothing_and_means_are_put_in_place(run: Path, tmp_path: Path):
+    dead = make_run(tmp_path / "run", "threshold=fixed", "threshold.init=1.6")
+    rows = {r["what"]: r for r in call(ablate, dead)}
+    assert 0 < rows["never active"]["neurons"] < 256
+    assert rows["never active"]["rise"] == 0
+    trained = Trained(run)
+    layers = ablate.Layers(trained, 256)
+    changes = layers.without("L00", torch.tensor([5]), mean=True)
+    post = torch.zeros(2, layers.width("L00"))
+    out = changes["blocks.0.ffn.act"](post)
+    assert out[0, 5] == pytest.approx(layers.activity.mean("blocks.0.ffn.act")[5].item())
+    assert torch.count_nonzero(out) == 2
+
+
+@pytest.mark.parametrize(
+    "ffn",
+    [
+        "swiglu",
+        "dynamic",
+        *(
+            pytest.param(ffn, marks=pytest.mark.slow)
+            for ffn in ("moe", "switch", "multi", "paired", "dual_path")
+        ),
+    ],
+)
+def test_every_kind_of_ffn_can_be_asked(ffn: str, tmp_path: Path):
+    run = make_run(tmp_path / "run", f"ffn={ffn}")
+    sparse = call(sparsify, run, "--fracs", "0.1")
+    assert {"eps", "top_k"} <= {r["method"] for r in sparse}
+    for r in sparse:
+        if r["method"] == "top_k" and r["layer"] == "all":
+            assert r["active_frac"] == pytest.approx(0.1, abs=0.02)
+    rows = call(ablate, run, "--least", "2", "--most", "1")
+    assert [r["neurons"] for r in rows] == [0, 4, 2]
+    assert all(torch.isfinite(torch.tensor(r["loss"])) for r in rows)
+
+
+def test_what_cannot_be_asked_is_said_at_once(run: Path, tmp_path: Path):
+    smooth = make_run(tmp_path / "run", "act=gelu")
+    with pytest.raises(UserError, match="nowhere exactly 0"):
+        call(sparsify, smooth, "--method", "c")
+    with pytest.raises(UserError) as error:
+        call(sparsify, run, "--fracs", "0", "1.5", "--tolerance", "0")
+    assert len(error.value.problems) == 3
+    with pytest.raises(UserError, match="unknown layer 'L07'"):
+        call(ablate, run, "--layer", "L07")
+    with pytest.raises(UserError, match="0 to 127"):
+        call(ablate, run, "--neuron", "L00:128")
+    with pytest.raises(UserError, match="has no FFN"):
+        call(ablate, make_run(tmp_path / "none", "ffn=none"))
+
+
+def test_tables_come_back_as_they_were(tmp_path: Path):
+    rows = [{"a": 'x,"y"\n', "b": 1.5}, {"a": "L00", "b": float("nan")}]
+    write_table(tmp_path / "t.csv", ("a", "b"), rows)
+    back = read_table(tmp_path / "t.csv")
+    assert [r["a"] for r in back] == [r["a"] for r in rows]
+    assert back[0]["b"] == 1.5
+    assert back[1]["b"] != back[1]["b"]

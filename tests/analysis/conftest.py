@@ -1,7 +1,7 @@
 """A run directory as the probes leave it, out of random walks that drift down, without a model."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,12 @@ def fix(path: Path, rng: np.random.Generator, tokens: int) -> None:
     }
     for name, (array, dims) in arrays.items():
         root.create_array(name, data=array, dimension_names=dims)
+
+
+@pytest.fixture(scope="session")
+def make_run() -> Callable[..., Path]:
+    """`write_run`, for tests that want a run of their own."""
+    return write_run
 
 
 @pytest.fixture(scope="session")

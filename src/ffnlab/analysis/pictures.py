@@ -17,7 +17,7 @@ from ffnlab.record.files import disk_error, write_atomic
 
 FORMATS = ("png", "svg", "pdf", "gif")
 STANDARD = ("loss", "active_frac", "threshold", "sparsity_by_layer", "heatmap")
-STANDARD_S = 4.0  # after which no further one is begun: a run waits 5 s for its figures
+STANDARD_S = 3.0  # after which no further one is begun: a run waits 5 s, the imports included
 _FRAME_MS, _LAST_MS, _GIF_DPI = 100, 2000, 100
 
 
@@ -57,10 +57,10 @@ def write(drawing: Drawing, name: str, folder: Path, kind: str | None = None) ->
     return path
 
 
-def render(drawing: Drawing, name: str, kind: str) -> bytes:
+def render(drawing: Drawing, name: str, kind: str, dpi: float | None = None) -> bytes:
     """A figure as the content of a file of one of FORMATS, with its caption as the description and no date.
 
-    A moving picture shows its last frame where the format cannot move.
+    A moving picture shows its last frame where the format cannot move. `dpi`: other than that of the style.
     """
     if kind == "gif":
         return _gif(drawing)
@@ -69,7 +69,8 @@ def render(drawing: Drawing, name: str, kind: str) -> bytes:
     extra = {"png": ("Software",), "svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Producer")}
     buffer = io.BytesIO()
     with style():
-        drawing.picture.savefig(buffer, format=kind, metadata=about | dict.fromkeys(extra[kind]))
+        metadata = about | dict.fromkeys(extra[kind])
+        drawing.picture.savefig(buffer, format=kind, dpi=dpi or "figure", metadata=metadata)
     return buffer.getvalue()
 
 

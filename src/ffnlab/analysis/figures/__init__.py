@@ -5,8 +5,8 @@ A new one is a function in a module of this folder:
     @figure("C of every layer over the steps (E15, E16).")
     def threshold(run: Run, options: Options) -> Drawing: ...
 
-It raises `Missing` when the run does not hold what it needs, with what to record. `panels` holds what
-figures are made of, `choices` what they look up in a run.
+It raises `Missing` when the run does not hold what it needs, with what to record. `ffnlab.analysis.panels`
+holds what figures are made of, `choices` what they look up in a run, `pictures` makes files of them.
 """
 
 import functools

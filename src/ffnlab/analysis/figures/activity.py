@@ -134,7 +134,7 @@ def heatmap(run: Run, options: Options) -> Drawing:
         rows, per_row = sorted_rows(record)
         edges = borders(record.step.values)
         heights = np.linspace(0, record.sizes["neuron"], len(rows) + 1)
-        image = axes.pcolormesh(edges, heights, rows, vmin=0, vmax=1, rasterized=True)
+        image = axes.pcolorfast(edges, heights, rows, vmin=0, vmax=1)
         axes.set_facecolor("0.8")
         axes.grid(visible=False)
         axes.set(xlabel=STEP, ylabel="neurons, sorted")

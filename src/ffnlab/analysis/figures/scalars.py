@@ -1,8 +1,6 @@
 """Figures of what probes record as one number a layer: thresholds, gates, stream, attention, crossings."""
 
-import numpy as np
-
-from ffnlab.analysis.choices import by_layer, chosen, lacks
+from ffnlab.analysis.choices import by_layer, lacks
 from ffnlab.analysis.figures import Drawing, Missing, Options, figure
 from ffnlab.analysis.panels import STEP, Curve, categories, curves, grid, sheet
 from ffnlab.analysis.runs import LAYER, Run
@@ -25,7 +23,10 @@ def threshold(run: Run, options: Options) -> Drawing:
     curves(axes, lines)
     finals = ", ".join(f"{layer} {values[-1]:+.3f}" for layer, (_, values) in lines.items())
     each = "mean over neurons, shaded from the smallest to the largest; " if spans else ""
-    caption = f"C, which a pre-activation must exceed for its neuron to be active; {each}at the last look: {finals}."
+    caption = (
+        f"C, which a pre-activation must exceed for its neuron to be active; {each}"
+        f"at the last look: {finals}."
+    )
     return Drawing(picture, caption)
 
 
@@ -125,9 +126,8 @@ CROSSINGS = {
 @figure("How many (token, neuron) pairs ever cross the threshold, and how often (E41, E48, E51).")
 def crossings(run: Run, options: Options) -> Drawing:
     missing = lacks("crossings of the threshold", "crossings")
-    layers = chosen(options, run.layers("crossings"), missing)
-    ever = [run.neurons(f"{layer}/crossings")["ever_active_frac"][-1].values for layer in layers]
-    shares = ", ".join(f"{layer} {np.nanmean(e):.1%}" for layer, e in zip(layers, ever, strict=True))
+    ever = by_layer(run, options, "probe/crossings/*/ever_active_frac", missing)
+    shares = ", ".join(f"{layer} {values[-1]:.1%}" for layer, (_, values) in ever.items())
     return panels_by_layer(
         run,
         options,

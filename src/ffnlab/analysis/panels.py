@@ -112,7 +112,7 @@ def label_ends(axes: Axes, size: float = 7) -> None:
             fontsize=size,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": line.get_color(), "shrinkB": 0},
+            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": line.get_color(), "relpos": (0, 0.5)},
         )
 
 

@@ -54,7 +54,7 @@ def active_frac_histogram(run: Run, options: Options) -> Drawing:
             axes.stairs(counts, edges, color=colour, linewidth=1.3, label=f"step {steps[i]}")
         expected = len(values) * binned(binomial(tokens), width)
         axes.stairs(expected, edges, color=BLACK, linestyle=":", label="binomial, p = 1/2")
-        axes.set(xlabel="fraction of tokens on which a neuron is active", ylabel="neurons per bar")
+        axes.set(xlabel="fraction of tokens that activate a neuron", ylabel="neurons per bar")
         spreads.append(f"{layer} {spread_of(record[at[0]])}, {spread_of(record[at[-1]])}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     caption = (

@@ -62,5 +62,6 @@ def in_context(run: Run, place: int) -> tuple[str, str]:
     window, position = divmod(place, scan.sizes["position"])
     row = scan[window, max(0, position - BEFORE) : position + 1].values
     texts = [run.texts.get(int(token), f" #{token}") for token in row]
-    before = visible("".join(texts[:-1]))[-BEFORE:]
+    before = visible("".join(texts[:-1]))
+    before = before if len(before) <= BEFORE else "…" + before[1 - BEFORE :]
     return literal(before), token_text(run, int(row[-1]))

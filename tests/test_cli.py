@@ -52,7 +52,7 @@ def echo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def test_every_verb_is_listed_with_a_line_of_help_and_keeps_the_contract(root: Path):
     found = cli.verbs()
-    assert {"sample", "summary", "bench"} <= set(found)
+    assert {"sample", "summary", "bench", "import", "export"} <= set(found)
     for name, verb in found.items():
         assert verb.help.endswith("."), f"{name} has no sentence of help"
         place = root / "src" / verb.module.replace(".", "/")
@@ -116,6 +116,11 @@ def test_wrong_usage_is_exit_2(arguments: list[str], said: str, capsys: pytest.C
         cli.main(arguments)
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_verb_may_have_the_name_of_a_keyword(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["import", "hf", "/nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("ffnlab import: /nowhere is no folder")
 
 
 @pytest.mark.usefixtures("echo")

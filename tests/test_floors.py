@@ -19,7 +19,7 @@ SOURCES = sorted(
     ]
 )
 
-ZERO = {"nn", "data", "optim", "schedule", "probe", "record", "kernels"}
+ZERO = {"nn", "data", "optim", "schedule", "probe", "record", "kernels", "formats"}
 ONE = {"device", "evaluate", "processes", "stop", "train"}
 CONFIG = {
     "config",

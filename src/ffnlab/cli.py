@@ -1,5 +1,6 @@
 """The console script `ffnlab VERB ...`: every module of `ffnlab.verbs` (what computes with models) and of
-`ffnlab.analysis.verbs` (what reads run directories) is a verb, imported when it is used.
+`ffnlab.analysis.verbs` (what reads run directories) is a verb, imported when it is used; `import_` is
+the verb `import`, since a module cannot have the name of a keyword.
 
 A verb has a docstring (its help), `add_arguments(parser)` and `run(args) -> int`. Exit codes: the verb's own,
 0 for done; 1 wrong input; 2 usage; 130 and 143 signals.
@@ -86,7 +87,7 @@ def verbs() -> dict[str, Verb]:
             if source.is_file() and source.name.endswith(".py") and not file.name.startswith("_"):
                 name = file.name.removesuffix(".py")
                 text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
-                found[name] = Verb(f"{package}.{name}", text.partition("\n")[0].strip())
+                found[name.removesuffix("_")] = Verb(f"{package}.{name}", text.partition("\n")[0].strip())
     return dict(sorted(found.items()))
 
 

@@ -31,15 +31,20 @@ def trusted_config(path: Path, plugins: Sequence[str]) -> dict[str, Any]:
 
 def trained_model(path: Path, cfg: dict[str, Any], vocab_size: int) -> GPT:
     """The model as the newest complete checkpoint has it, in eval mode."""
+    tensors = newest_weights(path)
+    model = build.model(cfg, read_info(path).get("vocab_size", vocab_size))
+    model.load_state_dict(tensors)
+    return model.eval()
+
+
+def newest_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a run's newest complete checkpoint."""
     checkpoint = newest_complete(path)
     if checkpoint is None:
         raise UserError(
             f"{path} holds no complete checkpoint yet (the first one comes after checkpoint.every steps)"
         )
-    tensors, _ = load(checkpoint)
-    model = build.model(cfg, read_info(path).get("vocab_size", vocab_size))
-    model.load_state_dict(tensors)
-    return model.eval()
+    return load(checkpoint)[0]
 
 
 class Trained:
@@ -49,6 +54,10 @@ class Trained:
         self.path = path
         self.cfg = trusted_config(path, plugins)
         info = read_info(path)
+        if "imported_from" in info and not (path / "tokenizer.json").is_file():
+            raise UserError(
+                f"{path} was imported without a tokenizer: which text its token ids stand for is not known"
+            )
         self.data: Dataset = build.dataset(self.cfg, cache_dir())
         known = info.get("data", {}).get("fingerprint")
         if known not in (None, self.data.fingerprint):

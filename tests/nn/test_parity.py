@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ffnlab import build
+from ffnlab.formats import gpt2, llama
 from ffnlab.nn.gpt import Context
 
 transformers = pytest.importorskip("transformers")
@@ -26,29 +27,8 @@ def test_gpt2_logits_equal_hugging_face():
     shake(ours)
     config = transformers.GPT2Config(vocab_size=97, n_positions=16, n_embd=32, n_layer=2, n_head=4)
     theirs = transformers.GPT2LMHeadModel(config).eval()
-    state = {
-        "transformer.wte.weight": ours.embed.weight,
-        "transformer.wpe.weight": ours.parts["position"].table.weight,
-        "transformer.ln_f.weight": ours.norm.weight,
-        "transformer.ln_f.bias": ours.norm.bias,
-    }
-    for i, block in enumerate(ours.blocks):
-        there, attn, ffn, norms = f"transformer.h.{i}.", block["attn"], block["ffn"], block["residual"]
-        qkv = (attn.q, attn.k, attn.v)
-        state |= {
-            f"{there}ln_1.weight": norms["attn"].norm.weight,
-            f"{there}ln_1.bias": norms["attn"].norm.bias,
-            f"{there}ln_2.weight": norms["ffn"].norm.weight,
-            f"{there}ln_2.bias": norms["ffn"].norm.bias,
-            f"{there}attn.c_attn.weight": torch.cat([m.weight for m in qkv]).T,
-            f"{there}attn.c_attn.bias": torch.cat([m.bias for m in qkv]),
-            f"{there}attn.c_proj.weight": attn.out.weight.T,
-            f"{there}attn.c_proj.bias": attn.out.bias,
-            f"{there}mlp.c_fc.weight": ffn.up.weight.T,
-            f"{there}mlp.c_fc.bias": ffn.up.bias,
-            f"{there}mlp.c_proj.weight": ffn.down.weight.T,
-            f"{there}mlp.c_proj.bias": ffn.down.bias,
-        }
+    ours_untied = {name: tensor for name, tensor in ours.state_dict().items() if name != "head.weight"}
+    state = gpt2.theirs(ours_untied)
     missing = theirs.load_state_dict(state, strict=False)
     assert missing.missing_keys == ["lm_head.weight"] or not missing.missing_keys
     theirs.tie_weights()
@@ -79,19 +59,7 @@ def test_llama_and_mistral_logits_equal_hugging_face(family: str, overrides: lis
     }  # fmt: skip
     config = getattr(transformers, f"{family}Config")(**{**sizes, **theirs})
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    state = {
-        "model.embed_tokens.weight": ours.embed.weight,
-        "model.norm.weight": ours.norm.weight,
-        "lm_head.weight": ours.head.weight,
-    }
-    for i, block in enumerate(ours.blocks):
-        there, attn, ffn, norms = f"model.layers.{i}.", block["attn"], block["ffn"], block["residual"]
-        state |= {f"{there}self_attn.{n}_proj.weight": getattr(attn, n).weight for n in "qkv"}
-        state |= {f"{there}mlp.{n}_proj.weight": getattr(ffn, n).weight for n in ("gate", "up", "down")}
-        state[f"{there}self_attn.o_proj.weight"] = attn.out.weight
-        state[f"{there}input_layernorm.weight"] = norms["attn"].norm.weight
-        state[f"{there}post_attention_layernorm.weight"] = norms["ffn"].norm.weight
-    reference.load_state_dict(state, strict=True)
+    reference.load_state_dict(llama.theirs(ours.state_dict()), strict=True)
     with torch.no_grad():
         difference = (ours(TOKENS) - reference(TOKENS).logits).abs().max()
     assert difference < 1e-4

@@ -4,6 +4,8 @@ import errno
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,29 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         raise disk_error(path, len(raw), error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the name `path` when the body is through and is removed when it fails.
+
+    UserError where there is something at `path` already, or the disk refuses.
+    """
+    path = path.resolve()
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise UserError(f"{path} is there already: choose another --out, or move it away")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_folder(temporary)
+        temporary.replace(path)  # an empty folder gives way
+        sync_folder(path.parent)
+    except OSError as error:
+        raise disk_error(path, 0, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Sweeps: which jobs a command line makes, where they go, and that nothing a job does can end the sweep."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra._internal.callbacks import Callbacks
@@ -19,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from ffnlab.errors import UserError
 from ffnlab.explain import config_loader
 from hydra_plugins.ffnlab_sweep import process
-from hydra_plugins.ffnlab_sweep._jobs import digest, expand, slug
+from hydra_plugins.ffnlab_sweep._jobs import Job, digest, expand, slug
+from hydra_plugins.ffnlab_sweep._tune import Tune
 from hydra_plugins.ffnlab_sweep._view import clock, last_row, status
 from hydra_plugins.ffnlab_sweep.arms import ArmsSweeper
 from hydra_plugins.ffnlab_sweep.process import ProcessLauncher
@@ -126,16 +129,23 @@ def test_the_digest_sees_what_changes_a_result_only():
 
 
 class Noting:
-    """Stands in for a launcher: every job is done at once, but those whose folder's name has `bad` in it."""
+    """Stands in for a launcher: every job is done at once, with the loss that `losses` has for a word in its
+    folder's name, else 4.5; inf is a run that diverged, nan one that failed. Notes in `jobs`.
+    """
 
-    def __init__(self) -> None:
-        self.jobs: list[list[str]] = []
+    def __init__(self, losses: dict[str, float], jobs: list[list[str]]) -> None:
+        self.losses, self.jobs = losses, jobs
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         self.jobs += [list(o) for o in job_overrides]
-        for overrides in job_overrides:
-            record(folder(overrides), "done", loss=4.5)
-        return [JobReturn(status=JobStatus.COMPLETED) for _ in job_overrides]
+        return [self.outcome(folder(overrides)) for overrides in job_overrides]
+
+    def outcome(self, out: Path) -> JobReturn:
+        loss = next((loss for word, loss in self.losses.items() if word in out.name), 4.5)
+        if math.isnan(loss):
+            return process.ended("exit code 1")
+        record(out, "diverged" if math.isinf(loss) else "done", loss=loss)
+        return JobReturn(status=JobStatus.COMPLETED)
 
 
 def folder(overrides: Sequence[str]) -> Path:
@@ -145,15 +155,17 @@ def folder(overrides: Sequence[str]) -> Path:
 def record(out: Path, status: str, loss: float) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.json").write_text(json.dumps({"status": status}))
-    (out / "metrics.jsonl").write_text(json.dumps({"step": 3, "val/loss": loss, "time_s": 61.0}) + "\n")
+    row = {"step": 3, "val/loss": loss if math.isfinite(loss) else None, "time_s": 61.0}
+    (out / "metrics.jsonl").write_text(json.dumps(row) + "\n")
 
 
-def sweep(root: Path, command: Sequence[str], *hydra: str, **settings: dict) -> list[list[str]]:
+def sweep(root: Path, command: Sequence[str], *hydra: str, **settings: Any) -> list[list[str]]:
     loader = config_loader(root / "configs")
     config = loader.load_configuration("train", [*hydra, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
     HydraConfig.instance().set_config(config)
-    sweeper = ArmsSweeper(settings.get("params", {}), settings.get("arms", {}), list(command))
-    launcher = Noting()
+    params, arms = settings.get("params", {}), settings.get("arms", {})
+    sweeper = ArmsSweeper(params, arms, list(command), settings.get("tune"))
+    launcher = Noting(settings.get("losses", {}), settings.get("jobs", []))
     sweeper.setup(
         hydra_context=HydraContext(loader, Callbacks()), task_function=lambda cfg: None, config=config
     )
@@ -224,6 +236,70 @@ def test_a_choice_that_does_not_exist_starts_nothing(here: Path, root: Path):
     assert [p.split(":")[0] for p in error.value.problems] == ["ffn=swigl", "ffn=gleu"]
     with pytest.raises(UserError, match=r"unknown key 'train\.stps'"):
         sweep(root, ["ffn=mlp,swiglu", "train.stps=3"])
+    assert list(here.iterdir()) == []
+
+
+TUNE = {"key": "optim.lr", "values": [0.01, 0.02], "seeds": [100]}
+
+
+def test_every_arm_is_tuned_on_other_seeds_and_runs_with_its_best_value(
+    here: Path, root: Path, capsys: pytest.CaptureFixture[str]
+):
+    losses = {"mlp-lr0.02": 4.2, "swiglu-lr0.01": 4.1, "reglu-lr0.01": math.nan}
+    with pytest.raises(SystemExit) as stop:
+        sweep(root, ["ffn=mlp,swiglu,reglu", "seed=0"], tune=TUNE, losses=losses, jobs=(jobs := []))
+    assert stop.value.code == 1  # an arm whose trial failed is not run
+    assert [(folder(job).parent.name, folder(job).name[:-9]) for job in jobs] == [
+        *(("tune", f"{ffn}-lr{lr}-s100") for ffn in ("mlp", "swiglu", "reglu") for lr in (0.01, 0.02)),
+        *(("sweep", f"{ffn}-s0") for ffn in ("mlp", "swiglu")),
+    ]
+    assert "optim.lr=0.02" in jobs[-2]
+    assert "optim.lr=0.01" in jobs[-1]
+    shown = capsys.readouterr()
+    assert "mlp: tuned: optim.lr=0.02 (val/loss 0.01: 4.5000, 0.02: 4.2000)\n" in shown.out
+    assert "reglu: not tuned: a trial of optim.lr did not come to an end" in shown.out + shown.err
+
+
+def test_the_best_value_has_the_lowest_mean_and_none_where_all_diverged(tmp_path: Path):
+    tune = Tune.of({"key": "optim.lr", "values": [0.01, 0.02, 0.04], "seeds": [7, 8]})
+
+    def settled(*losses: tuple[float, float]) -> tuple[Job, str]:
+        trials = tune.trials(Job(["ffn=mlp", "seed=3", "data.seed=4"], "mlp"))
+        for (value, jobs), pair in zip(trials.items(), losses, strict=True):
+            assert [job.overrides for job in jobs] == [["ffn=mlp", value, f"seed={s}"] for s in (7, 8)]
+            for job, loss in zip(jobs, pair, strict=True):
+                job.out = tmp_path / f"{value}-{loss}"
+                record(job.out, "diverged" if math.isinf(loss) else "done", loss)
+        arm = Job(["ffn=mlp", "seed=3"], "mlp")
+        return arm, tune.settle(arm, trials)
+
+    job, said = settled((4.0, 4.4), (4.1, 4.2), (3.0, math.inf))
+    assert job.overrides[-1] == "optim.lr=0.02"
+    assert said == "tuned: optim.lr=0.02 (val/loss 0.01: 4.2000, 0.02: 4.1500, 0.04: inf)"
+    job, said = settled((4.4, 4.4), (4.3, 4.3), (4.2, 4.2))
+    assert job.overrides[-1] == "optim.lr=0.04"
+    assert said.endswith("; the best is at the end of the values: try some beyond")
+    job, said = settled(*[(4.0, math.inf)] * 3)
+    assert job.problems == ["not tuned: every value of optim.lr diverged"]
+
+
+@pytest.mark.parametrize(
+    ("tune", "command", "said"),
+    [
+        (TUNE, ["seed=99,100"], "seed 100 is also a seed of the study"),
+        (TUNE, ["optim.lr=0.3"], "optim.lr is tuned .* and given as well"),
+        (TUNE | {"key": "optim.lrr"}, [], "unknown key 'optim.lrr'"),
+        (TUNE | {"values": [0.1]}, [], "two or more, all different"),
+        (TUNE | {"seeds": []}, [], "there must be whole numbers"),
+        (TUNE | {"key": "seed"}, [], "names nothing to tune"),
+        (TUNE | {"budget": 3}, [], "got the keys key, values, seeds, budget"),
+    ],
+)
+def test_tuning_that_is_unfair_or_makes_no_sense_starts_nothing(
+    here: Path, root: Path, tune: dict, command: list[str], said: str
+):
+    with pytest.raises(UserError, match=said):
+        sweep(root, command, tune=tune)
     assert list(here.iterdir()) == []
 
 

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import ffnlab
 from ffnlab.device import instruction_set
 from ffnlab.nn.count import TRAINING
+from ffnlab.nn.ffn.base import FFN
 from ffnlab.nn.rate import cpu_name
+from ffnlab.probe.base import layers
 from ffnlab.session import Session
 from ffnlab.train import Row
 
@@ -37,6 +40,7 @@ def facts(
         "precision": session.precision,
         "parameters": sum(p.numel() for p in session.model.parameters()),
         "flops_per_token": flops,
+        "skippable_flops_per_token": skippable(session.model),
         "matrix_rate_flops_per_s": rate,
         "versions": {
             "ffnlab": ffnlab.__version__,
@@ -47,6 +51,18 @@ def facts(
         "vocab_size": session.data.vocab_size,
         "data": session.data.manifest,
     }
+
+
+def skippable(model: nn.Module) -> dict[str, int]:
+    """What a sparse kernel could skip in the training of each layer, per token, if no neuron were active
+    (`FFN.skippable_flops_per_token`). Layers of several FFNs (experts) are left out.
+    """
+    parts = {
+        label: model.get_submodule(acts[0].rpartition(".")[0])
+        for label, acts in layers(name for name, _ in model.named_modules(remove_duplicate=False)).items()
+        if len(acts) == 1
+    }
+    return {label: ffn.skippable_flops_per_token() for label, ffn in parts.items() if isinstance(ffn, FFN)}
 
 
 def device_name(device: torch.device) -> str:

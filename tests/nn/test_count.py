@@ -7,7 +7,13 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ffnlab import build
+from ffnlab.facts import skippable
+from ffnlab.nn.act.gelu import GELU
+from ffnlab.nn.act.relu import ReLU2
 from ffnlab.nn.count import COMPONENTS, component, count, tied, total
+from ffnlab.nn.ffn.mlp import MLP
+from ffnlab.nn.ffn.paired import Paired
+from ffnlab.nn.ffn.reglu2 import ReGLU2
 
 
 class Bare(nn.Module):
@@ -174,3 +180,25 @@ def test_a_tied_head_is_counted_once_and_said_so():
 def test_components_follow_the_names(name, expected):
     assert component(name) == expected
     assert expected in COMPONENTS
+
+
+def test_what_a_sparse_kernel_could_skip_in_training():
+    """Three products of 2 D F a matrix; the one that gives the pre-activations stays dense."""
+    sizes = {"d_model": 8, "d_ff": 24, "bias": frozenset(), "dropout": 0.0}
+    one = 2 * 8 * 24
+    for ffn, act, products in (
+        (MLP, ReLU2, 5),
+        (ReGLU2, ReLU2, 8),
+        (Paired, ReLU2, 3),  # one input vector serves two neurons: not skipped
+        (MLP, GELU, 0),
+    ):
+        assert (
+            ffn(make_act=lambda width, act=act: act(d_ff=width), **sizes).skippable_flops_per_token()
+            == products * one
+        )
+    cfg, _ = build.compose(["model.n_layers=2", "threshold=learned", "ffn.extra=true"])
+    each = 5 * 2 * 128 * 512
+    labels = ("L00", "L00_extra", "L01", "L01_extra")
+    assert skippable(build.model(cfg, 300)) == dict.fromkeys(labels, each)
+    cfg, _ = build.compose(["model.n_layers=1", "ffn=moe"])
+    assert skippable(build.model(cfg, 300)) == {}

@@ -61,7 +61,7 @@ def expand(
                 swept = {
                     k: v for k, v in values.items() if grid[k].is_sweep_override() and k not in {*arm, "seed"}
                 }
-                label = "-".join([*([slug(name)] if name else []), *(_word(k, v) for k, v in swept.items())])
+                label = "-".join([*([slug(name)] if name else []), *(word(k, v) for k, v in swept.items())])
                 jobs.setdefault((name, *merged), Job(list(merged), slug(label) if label else ""))
     return list(jobs.values())
 
@@ -123,7 +123,7 @@ def _arms(arms: Mapping[str, Sequence[str]], wanted: Override | None) -> dict[st
     return {name: arms[name] for name in names}
 
 
-def _word(key: str, override: str) -> str:
+def word(key: str, override: str) -> str:
     """A swept value in a label: the choice of a group by itself, a number with the last word of its key."""
     value = override.split("=", 1)[1]
     number = re.fullmatch(r"[-+.\deE]+|true|false|null", value, re.IGNORECASE)

@@ -13,11 +13,12 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ffnlab.errors import UserError, report
 from hydra_plugins.ffnlab_sweep import _jobs, _view
 from hydra_plugins.ffnlab_sweep._jobs import Job
+from hydra_plugins.ffnlab_sweep._tune import FOLDER, Tune, arm_of
 
 
 @dataclass
@@ -27,6 +28,7 @@ class ArmsConf:
     _target_: str = "hydra_plugins.ffnlab_sweep.arms.ArmsSweeper"
     params: dict[str, Any] = field(default_factory=dict)  # a grid: {seed: "range(0,8)"}
     arms: dict[str, list[str]] = field(default_factory=dict)  # {name: [override, ...]}
+    tune: dict[str, Any] | None = None  # {key: optim.lr, values: [...], seeds: [...]}: before the runs
     command: list[str] | None = None  # the command line, from train.py
 
 
@@ -37,11 +39,19 @@ class ArmsSweeper(Sweeper):
     """Expands, composes and names the jobs, launches those not done, ends with a table.
 
     A run goes to outputs/<study>/<arm>-s<seed>-<digest>. `study` is by default the experiment's name, else
-    `sweep`; `arm` is by default what differs between the runs, else `<ffn>-<act>`.
+    `sweep`; `arm` is by default what differs between the runs, else `<ffn>-<act>`. With `tune`, every arm
+    first gets the same trials of one key on seeds of their own (under outputs/<study>/tune), and then runs
+    with the value of the lowest mean validation loss.
     """
 
-    def __init__(self, params: dict[str, Any], arms: dict[str, list[str]], command: Sequence[str] | None):
-        self.params, self.arms, self.command = params, arms, command
+    def __init__(
+        self,
+        params: dict[str, Any],
+        arms: dict[str, list[str]],
+        command: Sequence[str] | None,
+        tune: dict[str, Any] | None = None,
+    ):
+        self.params, self.arms, self.command, self.tune = params, arms, command, tune
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's hook: called once, before `sweep`."""
@@ -56,9 +66,33 @@ class ArmsSweeper(Sweeper):
         command = list(arguments if self.command is None else self.command)
         jobs = _jobs.expand(command, self.params, self.arms, self.loader)
         self._refuse_wrong_choices(jobs)
+        if self.tune is not None:
+            self._tune(Tune.of(OmegaConf.to_object(OmegaConf.create(self.tune))), jobs)
+        if self._carry_out(jobs):
+            sys.exit(1)
+
+    def _tune(self, tune: Tune, jobs: list[Job]) -> None:
+        """Run the trials of every arm; its jobs get the best value, or a problem where there is none."""
+        tune.check(jobs)
+        arms = {arm_of(job): tune.trials(job) for job in jobs}
+        trials = [job for values in arms.values() for same in values.values() for job in same]
+        self._refuse_wrong_choices(trials)
+        _view.console().print(
+            f"tuning {tune.key}: {len(arms)} x {len(tune.values)} values x {len(tune.seeds)} seeds",
+            markup=False,
+        )
+        self._carry_out(trials, FOLDER)
+        said = dict.fromkeys(f"{job.label or 'all'}: {tune.settle(job, arms[arm_of(job)])}" for job in jobs)
+        _view.console().print("\n".join(said), markup=False)
+
+    def _carry_out(self, jobs: list[Job], folder: str = "") -> int:
+        """Plan the jobs, launch those not done, print the table; the number of those that failed. Leaves
+        through SystemExit when a signal stopped them.
+        """
         with _view.busy(f"composing {len(jobs)} jobs"):
             for job in jobs:
-                self._plan(job)
+                if not job.problems:
+                    self._plan(job, folder)
         if all(job.problems for job in jobs):
             raise UserError(*(problem for job in jobs for problem in job.problems))
         for job in jobs:
@@ -73,9 +107,9 @@ class ArmsSweeper(Sweeper):
             job.out: str(ret._return_value) for job, ret in outcomes if ret.status != JobStatus.COMPLETED
         }
         failed = _view.table(jobs, notes, fresh={job.out for job in ready})
-        stopped = getattr(self.launcher, "stopped", None)
-        if stopped or failed:
-            sys.exit(128 + stopped if stopped else 1)
+        if stopped := getattr(self.launcher, "stopped", None):
+            sys.exit(128 + stopped)
+        return failed
 
     def _refuse_wrong_choices(self, jobs: list[Job]) -> None:
         """A choice that does not exist is a slip, not a job that happens not to fit: nothing is started."""
@@ -88,7 +122,7 @@ class ArmsSweeper(Sweeper):
         if problems := [p for o in parsed if tree.is_choice(o) for p in choice_problems(o, tree)]:
             raise UserError(*problems)
 
-    def _plan(self, job: Job) -> None:
+    def _plan(self, job: Job, folder: str) -> None:
         """Compose and check one job; sets its folder and overrides, or its problems."""
         from ffnlab.config import plain
         from ffnlab.validate import validate
@@ -105,7 +139,7 @@ class ArmsSweeper(Sweeper):
             job.problems = self._explain(job.overrides) or [str(error)]
             return
         job.label = job.label or _jobs.slug(f"{choices.get('ffn')}-{choices.get('act')}")
-        job.out = _view.OUTPUTS / study / f"{job.label}-s{values['seed']}-{_jobs.digest(values)}"
+        job.out = _view.OUTPUTS / study / folder / f"{job.label}-s{values['seed']}-{_jobs.digest(values)}"
         own = ("study=", "arm=")
         job.overrides = [o for o in job.overrides if not o.startswith(own)]
         job.overrides += [f"study='{study}'", f"arm='{job.label}'", f"out='{job.out}'"]

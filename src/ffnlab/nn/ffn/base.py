@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ffnlab.nn.count import flops
+from ffnlab.nn.count import TRAINING, flops
 from ffnlab.nn.penalty import Penalised
 
 
@@ -66,6 +66,23 @@ class FFN(FeedForward):
     def hidden(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... F"]:
         """What the neurons put out, before dropout and the way down."""
         raise NotImplementedError
+
+    def skippable_flops_per_token(self) -> int:
+        """FLOPs of training that would fall away if no neuron were active.
+
+        They are those of the matrices with a row or a column per neuron, three products each (forward, and
+        two backward), but for the one that gives the pre-activations; 0 where the activation has no exact
+        zeros. At an active fraction p, a kernel that touches active (token, neuron) pairs only skips (1 - p)
+        of them.
+        """
+        if not getattr(self.act, "exact_zeros", False):
+            return 0
+        ways_in = [getattr(self, "gate", None), self.up]
+        own = [m for m in ways_in if isinstance(m, nn.Linear) and m.out_features == self.d_ff]
+        dense = flops(own[0]) if own else 0
+        if isinstance(self.down, nn.Linear):
+            own.append(self.down)
+        return TRAINING * sum(flops(matrix) for matrix in own) - dense
 
     def forward(
         self, x: Float[Tensor, "... D"], rows: Int[Tensor, " n"] | None = None

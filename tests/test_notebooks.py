@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom, as scripts and as notebooks, on runs that are made here."""
 
+import json
 import runpy
 import shutil
 from pathlib import Path
@@ -34,21 +35,33 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a study of two arms in it, two seeds of one and one of the other; one run has traces."""
+    """A folder with a study in it: two arms, two seeds of each; both runs of one have traces.
+
+    The second seeds are copies with another loss; they were not trained.
+    """
     study = tmp_path_factory.mktemp("notebooks") / "outputs" / "tiny"
-    for name, overrides in {"learned-s0-a1": ["threshold=learned"], "reglu-s0-b2": ["ffn=reglu"]}.items():
-        cfg, choices = build.compose([*TINY, *overrides, "study=tiny", f"out={study / name}"])
+    for name, override in {"reglu": "ffn=reglu", "learned": "threshold=learned"}.items():
+        first, second = study / f"{name}-s0", study / f"{name}-s1"
+        cfg, choices = build.compose([*TINY, override, "study=tiny", f"arm={name}", f"out={first}"])
         run(cfg, choices)
-    shutil.copytree(study / "learned-s0-a1", study / "learned-s1-c3")
-    config = study / "learned-s1-c3" / "config.yaml"
-    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"seed": 1}))
-    record, rng = NeuronRecord(study / "reglu-s0-b2" / "neurons.zarr", budget_gib=1), np.random.default_rng(0)
-    for step in range(4):
-        record.add(
-            step, "L00/trace/preact", rng.standard_normal((8, 64)).astype(np.float16), ("token", "neuron")
-        )
-    record.flush()
+        if name == "reglu":
+            trace(first)
+        shutil.copytree(first, second)
+        config = second / "config.yaml"
+        config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"seed": 1}))
+        rows = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
+        changed = (row | ({"val/loss": row["val/loss"] + 0.01} if "val/loss" in row else {}) for row in rows)
+        (second / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
     return study.parent
+
+
+def trace(path: Path) -> None:
+    """Adds what probe=trace records of one layer: 8 tokens, the first neurons."""
+    record, rng = NeuronRecord(path / "neurons.zarr", budget_gib=1), np.random.default_rng(0)
+    for step in range(4):
+        pre = rng.standard_normal((8, 64)).astype(np.float16)
+        record.add(step, "L00/trace/preact", pre, ("token", "neuron"))
+    record.flush()
 
 
 @pytest.fixture
@@ -88,14 +101,14 @@ def test_geometry_needs_no_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_neuron_of_the_newest_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script(2)
     shown = capsys.readouterr().out
-    assert "learned-s1-c3" in shown
+    assert "learned-s1" in shown
     assert "record traces with" in shown
 
 
 def test_a_neuron_of_the_run_that_is_named(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FFNLAB_RUN", str(here / "tiny" / "reglu-s0-b2"))
+    monkeypatch.setenv("FFNLAB_RUN", str(here / "tiny" / "reglu-s0"))
     script(2)
     shown = capsys.readouterr().out
     assert "ffnlab.nn.ffn.reglu.ReGLU" in shown
@@ -105,9 +118,14 @@ def test_a_neuron_of_the_run_that_is_named(
 def test_the_arms_of_the_newest_study(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script(3)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[:2] for row in rows[1:]] == [["learned", "2"], ["reglu", "1"]]
-    assert rows[1].count("±") == 3  # both seeds are one run here: no spread, but it is said
-    assert rows[2][4] == "-"  # without a C
+    for name in ("reglu", "learned"):
+        metrics = (here / "tiny" / f"{name}-s0" / "metrics.jsonl").read_text().splitlines()
+        mean = json.loads(metrics[-1])["val/loss"] + 0.005  # of both seeds
+        effect, cost = (row for row in rows if row[:1] == [name])
+        assert effect[:2] == [name, "2"]
+        assert float(effect[2]) == pytest.approx(mean, abs=1e-4)
+        parameters = json.loads((here / "tiny" / f"{name}-s0" / "run.json").read_text())["parameters"]
+        assert cost[1] == f"{parameters:,}"
 
 
 @pytest.mark.parametrize("number", [2, 3])

@@ -68,7 +68,7 @@ def test_a_configuration_is_enough_and_everything_is_labelled(name: str, make: M
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_that_is_no_run_of_ours_is_not_drawn(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 0")
-    with pytest.raises(Missing, match="has no .*model"):
+    with pytest.raises(Missing, match=r"has no .*model"):
         draw(name, Run(tmp_path))
 
 

@@ -63,9 +63,9 @@ def equator(run: Run, options: Options) -> Drawing:
         axes.set_xlabel("angle (degrees)")
     panels[0].set_ylabel("inputs (% in each 2 degrees)")
     caption = (
-        f"Exact share of inputs, spread evenly over the sphere in D dimensions, by their angle from the plane "
-        f"at right angles to a neuron's input direction. Dashed: where the pre-activation is one of its "
-        f"standard deviations (sd) from 0, {s:.3g} before training (model.init={init}); there the sine of "
-        f"the angle is 1/sqrt(D).{of_run.off_sphere(run)}"
+        f"Exact share of inputs, spread evenly over the sphere in D dimensions, by their angle from the "
+        f"plane at right angles to a neuron's input direction. Dashed: where the pre-activation is one of "
+        f"its standard deviations (sd) from 0, {s:.3g} before training (model.init={init}); there the sine "
+        f"of the angle is 1/sqrt(D).{of_run.off_sphere(run)}"
     )
     return Drawing(picture, caption)

@@ -103,7 +103,8 @@ def test_resume_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wh
 
 
 def test_probes_leave_training_bit_identical(tmp_path: Path):
-    start(tmp_path / "with", "train.steps=5", "probe.every=1", "model.dropout=0.1")
+    others = "probe=[default,weights,top_tokens,coactivation,residual,attention,lambdas]"
+    start(tmp_path / "with", "train.steps=5", "probe.every=1", "model.dropout=0.1", others)
     start(tmp_path / "without", "train.steps=5", "probe=[]", "model.dropout=0.1")
     a, b = (load(tmp_path / run / "checkpoints/step-000005")[0] for run in ("with", "without"))
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ffnlab import build
 from ffnlab.nn.act.relu import ReLU2
 from ffnlab.nn.attention import Causal
 from ffnlab.nn.ffn.mlp import MLP
@@ -125,6 +126,60 @@ def settings(**changes: object) -> ProbeSettings:
         "budget_gib": 1.0,
     }
     return ProbeSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+TINY = ["model.n_layers=4", "model.d_model=32", "model.n_heads=2", "model.seq_len=16", "model.zero_out=false"]
+
+
+def look_at(*overrides: str, autocast: Callable = nullcontext):
+    """Model, tokens (3, 16) of which 20 are probed, the mask of these, and what the probes see on them and on
+    a scan.
+    """
+    cfg, _ = build.compose([*TINY, *overrides])
+    gpt = build.model(cfg, 97)
+    tokens = torch.randint(0, 97, (3, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(3, 16, dtype=torch.bool)
+    mask[0, ::2] = mask[1, ::2] = mask[2, 12:] = True
+    observer = Observer(
+        gpt,
+        build.probes(cfg),
+        build.probe_settings(cfg),
+        steps=10,
+        batch=(tokens, mask),
+        scan=tokens,
+        autocast=autocast,
+    )
+    return gpt, tokens, mask, observer.observe(0), observer.scan(0)
+
+
+def ordinary_pass(model: nn.Module, tokens: Tensor, names: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The first argument and the output of the named modules in an ordinary forward pass in eval mode."""
+    seen = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
+            seen[name] = (args[0].detach(), output.detach())
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    with torch.no_grad():
+        model.eval()(tokens)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.fixture
+def look() -> Callable:
+    """`look_at`."""
+    return look_at
+
+
+@pytest.fixture
+def passed() -> Callable[..., dict[str, tuple[Tensor, Tensor]]]:
+    """`ordinary_pass`."""
+    return ordinary_pass
 
 
 @pytest.fixture

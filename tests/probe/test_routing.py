@@ -5,24 +5,7 @@ import math
 import pytest
 import torch
 
-from ffnlab import build
-from ffnlab.probe import Observer
 from ffnlab.probe.base import layers
-
-TINY = ["model.n_layers=4", "model.d_model=32", "model.n_heads=2", "model.seq_len=16", "model.zero_out=false"]
-
-
-def look(*overrides: str):
-    """Model, tokens (3, 16) of which 20 are probed, and what the default probes see on them and on a scan."""
-    cfg, _ = build.compose([*TINY, *overrides])
-    gpt = build.model(cfg, 97)
-    tokens = torch.randint(0, 97, (3, 16), generator=torch.Generator().manual_seed(0))
-    mask = torch.zeros(3, 16, dtype=torch.bool)
-    mask[0, ::2] = mask[1, ::2] = mask[2, 12:] = True
-    observer = Observer(
-        gpt, build.probes(cfg), build.probe_settings(cfg), steps=10, batch=(tokens, mask), scan=tokens
-    )
-    return gpt, tokens, mask, observer.observe(0), observer.scan(0)
 
 
 def routed(gpt, tokens, layer: int):
@@ -36,7 +19,7 @@ def routed(gpt, tokens, layer: int):
 
 
 @pytest.mark.parametrize("threshold", ["none", "learned"])
-def test_neurons_of_experts_lie_one_expert_after_the_other(threshold):
+def test_neurons_of_experts_lie_one_expert_after_the_other(look, threshold):
     """Neuron e F + f is active on a token when the token went to expert e and f is active there."""
     gpt, tokens, mask, seen, scan = look("ffn=moe", f"threshold={threshold}")
     x, ffn, chosen = routed(gpt, tokens, 2)
@@ -61,7 +44,7 @@ def test_neurons_of_experts_lie_one_expert_after_the_other(threshold):
 
 
 @pytest.mark.parametrize("factor", ["null", "0.5"])
-def test_load_and_drops_are_those_of_the_probed_tokens(factor):
+def test_load_and_drops_are_those_of_the_probed_tokens(look, factor):
     gpt, tokens, mask, seen, _ = look("ffn=moe", f"ffn.capacity_factor={factor}")
     _, _, chosen = routed(gpt, tokens, 1)
     load, kept = [0] * 8, 0
@@ -80,7 +63,7 @@ def test_load_and_drops_are_those_of_the_probed_tokens(factor):
     assert seen.arrays["L01/routing/load"][0].tolist() == pytest.approx(share)
 
 
-def test_width_and_the_neurons_beyond_it():
+def test_width_and_the_neurons_beyond_it(look):
     gpt, tokens, mask, seen, _ = look("ffn=dynamic")
     shares, posts = [], []
     ffn = gpt.blocks[3]["ffn"]
@@ -94,17 +77,17 @@ def test_width_and_the_neurons_beyond_it():
     torch.testing.assert_close(torch.from_numpy(seen.arrays["L03/activity/active_frac"][0]), active)
 
 
-def test_other_ffns_report_no_routing():
+def test_other_ffns_report_no_routing(look):
     seen = look("ffn=multi")[3]
     assert not [name for name in seen.scalars if name.startswith(("moe/", "ffn/"))]
 
 
-def test_a_threshold_under_a_width_is_seen():
+def test_a_threshold_under_a_width_is_seen(look):
     gpt, _, _, seen, _ = look("ffn=dynamic", "threshold=learned", "threshold.init=0.3")
     assert layers(name for name, _ in gpt.named_modules())["L00"] == ["blocks.0.ffn.act"]
     assert seen.scalars["probe/threshold/L00/c"] == pytest.approx(0.3)
 
 
-def test_second_ffns_have_labels_of_their_own():
+def test_second_ffns_have_labels_of_their_own(look):
     seen = look("ffn=moe", "ffn.extra=true")[3]
     assert {"moe/L02/load_entropy", "moe/L02_extra/load_entropy"} <= seen.scalars.keys()

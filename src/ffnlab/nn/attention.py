@@ -77,16 +77,22 @@ class Causal(nn.Module):
         v = self.v(x)
         if self.value_lambdas is not None:
             v = self.value_lambdas[0] * v + self.value_lambdas[1] * ctx.values[self.layer]
-        q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(v)
-        if self.qk_norm:
-            q, k = rms_norm(q, 1e-6), rms_norm(k, 1e-6)
-        q, k = self.rotate(q), self.rotate(k)
+        q, k = self.queries_keys(x)
         mask = None if self.mask is None else self.mask[: x.shape[1], : x.shape[1]]
-        y = attend(q, k, v.to(q.dtype), mask, self.scale, self.dropout if self.training else 0.0)
+        y = attend(q, k, self.heads(v).to(q.dtype), mask, self.scale, self.dropout if self.training else 0.0)
         if self.gate_w is not None:
             gate = torch.sigmoid(x[..., : self.gate_w.shape[1]] @ self.gate_w.T)  # (B, T, H)
             y = y * gate.transpose(1, 2).unsqueeze(-1)
         return self.out(y.transpose(1, 2).flatten(2))
+
+    def queries_keys(
+        self, x: Float[Tensor, "B T D"]
+    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B G T K"]]:
+        """q and k as they meet in the product: normalised and rotated, before the scale."""
+        q, k = self.heads(self.q(x)), self.heads(self.k(x))
+        if self.qk_norm:
+            q, k = rms_norm(q, 1e-6), rms_norm(k, 1e-6)
+        return self.rotate(q), self.rotate(k)
 
     def heads(self, y: Float[Tensor, "B T _"]) -> Float[Tensor, "B _ T K"]:
         """The heads side by side, each of d_head dimensions."""

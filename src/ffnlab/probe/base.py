@@ -19,10 +19,14 @@ ACT = re.compile(r"blocks\.(\d+)\.ffn(\w*)\.(?:.+\.)?act")
 
 
 class Site(NamedTuple):
-    """One place of the forward pass: the first argument or the output of a named module."""
+    """One place of the forward pass: the first argument or the output of a named module.
+
+    `whole`: captured at every position of the probe batch's windows, not only at the probed ones.
+    """
 
     module: str
     side: Literal["input", "output"]
+    whole: bool = False
 
 
 def layers(names: Iterable[str]) -> dict[str, list[str]]:
@@ -46,10 +50,15 @@ def layers(names: Iterable[str]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Captured:
-    """What the watched sites held at the N probed positions, a row each, in the order of the probe batch."""
+    """What the watched sites held at the N probed positions, a row each, in the order of the probe batch.
+
+    Of a site that is `whole`, (W, T, width): all positions of its windows, of which `rows` are the probed
+    ones when they are counted through.
+    """
 
     tokens: Int[Tensor, " N"]
-    values: dict[Site, Float[Tensor, "N _"]]
+    rows: Int[Tensor, " N"]
+    values: dict[Site, Float[Tensor, "..."]]
 
     def neurons(self, acts: list[str], side: Literal["input", "output"]) -> Float[Tensor, "N F"]:
         """Pre-activations ('input') or post-activations ('output') of all neurons of a layer of `layers`."""
@@ -95,7 +104,8 @@ class Probe:
 
     def __init__(self, *, every: int):
         if every < 1:
-            raise UserError(f"probe.{type(self).__name__.lower()}.every is {every}; expected at least 1.")
+            name = re.sub(r"(?<=.)(?=[A-Z])", "_", type(self).__name__).lower()  # TopTokens: top_tokens
+            raise UserError(f"probe.{name}.every is {every}; expected at least 1.")
         self.every = every
 
     def watch(self, names: list[str]) -> list[Site]:

@@ -130,12 +130,13 @@ class Observer:
         return {name: probe for name, probe in self.probes.items() if due(step, probe.every, steps)}
 
     def _observe(self, probes: dict[str, Probe]) -> Observation:
-        captured = Captured(self.tokens.flatten()[self.rows], {})
+        captured = Captured(self.tokens.flatten()[self.rows], self.rows, {})
         wanted = {site for name in probes for site in self.sites[name]}
         result = Observation()
 
         def take(site: Site, values: Float[Tensor, "N F"]) -> None:
-            captured.values[site] = values[self.rows]
+            windows = self.tokens.shape
+            captured.values[site] = values.clone().unflatten(0, windows) if site.whole else values[self.rows]
 
         with self._clock("forward"), aside(self.model, self.autocast):
             watch(self.model, self.tokens, wanted, take)

@@ -75,21 +75,29 @@ def assert_same(a: Path, b: Path, step: int) -> None:
         np.testing.assert_array_equal(array, seen[name], err_msg=name)
     (wa, ta), (wb, tb) = (load(run / f"checkpoints/step-{step:06d}") for run in (a, b))
     assert all(torch.equal(wa[name], wb[name]) for name in wa)
+    for label, pairs in ta["probes"].get("crossings", {}).items():
+        assert all(torch.equal(v, tb["probes"]["crossings"][label][k]) for k, v in pairs.items())
     for name, state in ta["optimizer"].items():
         assert all(torch.equal(v, tb["optimizer"][name][k]) for k, v in state.items())
 
 
 @pytest.mark.slow
 def test_killed_twice_then_resumed(tmp_path: Path, root: Path):
-    """SIGKILL before the first checkpoint, in mid-run, at an evaluation: the end is the same."""
-    assert train(root, tmp_path / "whole").returncode == 0
+    """SIGKILL before the first checkpoint, in mid-run, at an evaluation: the end is the same, also for probes
+    that remember what they saw.
+    """
+    probes = "probe=[default,trace,crossings,gradients,sparsity]"
+    assert train(root, tmp_path / "whole", probes).returncode == 0
     for step in (3, 12, 17):
-        killed = train(root, tmp_path / "killed", die_at=step)
+        killed = train(root, tmp_path / "killed", probes, die_at=step)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert json.loads((tmp_path / "killed/run.json").read_text())["status"] == "running"
-    last = train(root, tmp_path / "killed")
+    last = train(root, tmp_path / "killed", probes)
     assert last.returncode == 0, last.stderr
     assert_same(tmp_path / "whole", tmp_path / "killed", 20)
+    seen = arrays(tmp_path / "whole")
+    assert seen["L00/trace/preact"].shape == (21, 16, 64)
+    assert seen["L00/crossings/flips_mean"].max() > 0
 
 
 @pytest.mark.slow
@@ -128,13 +136,16 @@ def test_a_run_killed_after_its_last_save_keeps_its_final_numbers(tmp_path: Path
 
 @pytest.mark.slow
 def test_compiled_run(tmp_path: Path, root: Path):
-    """train.compile=true differs from eager by rounding only, with the probes on."""
+    """train.compile=true differs from eager by rounding only, with all probes on."""
     small = ("train.steps=4", "model.dropout=0", "probe.every_step_until=4")
     eager = train(root, tmp_path / "eager", *small)
     assert eager.returncode == 0, eager.stderr
-    compiled = train(root, tmp_path / "compiled", *small, "train.compile=true")
+    probes = "probe=[default,trace,crossings,gradients,sparsity]"
+    compiled = train(root, tmp_path / "compiled", *small, probes, "train.compile=true")
     assert compiled.returncode == 0, compiled.stderr
+    assert "recompile" not in compiled.stderr
     for a, b in zip(rows(tmp_path / "eager"), rows(tmp_path / "compiled"), strict=True):
         for key, value in a.items():
             if key.endswith("/loss"):
                 assert b[key] == pytest.approx(value, abs=1e-3)
+        assert any(key.startswith("probe/gradients/") for key in b) == (b["step"] > 0)

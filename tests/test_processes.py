@@ -31,12 +31,20 @@ def rows(out: Path) -> list[dict]:
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path, root: Path):
     """T7: the same global batch of 8 windows in 1 x 8, 1 x (2, 4) and 2 x (2, 2)."""
-    one = torchrun(root, 1, f"out={tmp_path / 'one'}", "train.batch_size=8", "train.eval_batches=1")
+    one = torchrun(
+        root,
+        1,
+        f"out={tmp_path / 'one'}",
+        "probe=[default,gradients]",
+        "train.batch_size=8",
+        "train.eval_batches=1",
+    )
     assert one.returncode == 0, one.stderr
     two = torchrun(
         root,
         2,
         f"out={tmp_path / 'two'}",
+        "probe=[default,gradients]",
         "train.batch_size=2",
         "train.grad_accum=2",
         "train.eval_batches=1",
@@ -45,7 +53,9 @@ def test_two_processes_train_as_one(tmp_path: Path, root: Path):
     assert two.stdout.count("done: ") == 1  # one process records
     for a, b in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
         assert a["tokens"] == b["tokens"]
-        for key in ("train/loss", "val/loss", "optim/grad_norm"):
+        pulled = [key for key in a if key.startswith("probe/gradients/") and key.endswith("/norm")]
+        assert len(pulled) > 20 or a["step"] == 0
+        for key in ("train/loss", "val/loss", "optim/grad_norm", *pulled):
             if key in a:
                 assert b[key] == pytest.approx(a[key], rel=2e-5)
     (a, _), (b, _) = (load(tmp_path / run / "checkpoints/step-000004") for run in ("one", "two"))

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import zarr
 
 from ffnlab import build
 from ffnlab.errors import UserError
+from ffnlab.facts import opening
+from ffnlab.processes import Processes
 from ffnlab.record.checkpoint import load
 from ffnlab.recorded import Recorded
 from ffnlab.run import run
@@ -102,9 +105,12 @@ def test_resume_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wh
     assert all(torch.equal(flat_a[key], flat_b[key]) for key in flat_a)
 
 
+EVERY = "trace,crossings,gradients,sparsity,weights,top_tokens,coactivation,residual,attention,lambdas"
+ALL_PROBES = f"probe=[default,{EVERY}]"
+
+
 def test_probes_leave_training_bit_identical(tmp_path: Path):
-    others = "probe=[default,weights,top_tokens,coactivation,residual,attention,lambdas]"
-    start(tmp_path / "with", "train.steps=5", "probe.every=1", "model.dropout=0.1", others)
+    start(tmp_path / "with", "train.steps=5", ALL_PROBES, "probe.every=1", "model.dropout=0.1")
     start(tmp_path / "without", "train.steps=5", "probe=[]", "model.dropout=0.1")
     a, b = (load(tmp_path / run / "checkpoints/step-000005")[0] for run in ("with", "without"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -113,6 +119,44 @@ def test_probes_leave_training_bit_identical(tmp_path: Path):
         for run in ("with", "without")
     ]
     assert losses[0] == losses[1]
+    assert not (tmp_path / "without/neurons.zarr").exists()
+    assert not (tmp_path / "without/tokens.json").exists()
+
+
+def test_what_a_run_records_of_its_neurons(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Gradients of updates, a trace of every step, texts of the tokens, what each probe took; the sizes are
+    said before."""
+    overrides = [ALL_PROBES, "probe.every=2", "probe.every_step_until=1", "probe.trace.layers=[1]"]
+    start(tmp_path / "run", "train.steps=6", *overrides, "checkpoint.weights_every=3")
+    said = capsys.readouterr().out
+    assert "3 snapshots of the weights, " in said
+    assert "(checkpoint.weights_every=3)" in said
+    taken = json.loads((tmp_path / "run/run.json").read_text())["timings"]
+    names = {"forward", "activity", "preact", "threshold", "gates", "routing"}
+    assert set(taken["probes"]) == names | {"trace", "crossings", "gradients", "sparsity"}
+    assert taken["probe_s"] == pytest.approx(sum(taken["probes"].values()))
+    record = zarr.open_group(tmp_path / "run/neurons.zarr", mode="r")
+    steps = {name: record[f"L01/{name}/step"][:].tolist() for name in ("gradients", "trace", "preact")}
+    assert steps == {"gradients": [1, 2, 4, 6], "trace": [0, 1, 2, 3, 4, 5, 6], "preact": [0, 1, 2, 4, 6]}
+    assert record["L01/trace/preact"].shape == (7, 16, 64)
+    texts = json.loads((tmp_path / "run/tokens.json").read_text())
+    ids = {*record["probe_batch/token"][:].tolist(), *record["scan/token"][:].flatten().tolist()}
+    assert texts["seq_len"] == 16
+    assert texts["text"] == {str(i): bytes([i]).decode(errors="replace") for i in ids - {255}} | (
+        {"255": "<|endoftext|>"} if 255 in ids else {}
+    )
+    assert rows(tmp_path / "run")[-1]["probe/gradients/blocks.1.ffn.up/norm"] > 0
+
+
+def test_a_large_record_is_announced_with_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ffnlab.facts.SAID_FROM", 0)
+    cfg, _ = build.compose([*TINY, "train.steps=6"])
+    session = Session(cfg, Processes(), {})
+    (line,) = opening(session)
+    assert (
+        line
+        == f"the record will take {session.record_bytes / 2**20:.0f} MiB (budget 1024 MiB) before compression"
+    )
 
 
 def test_a_finished_run_is_not_run_again_and_another_config_is_refused(

@@ -1,9 +1,12 @@
-"""What a run says about itself: run.json before the first step, the closing lines after the last."""
+"""What a run says about itself: run.json and a few lines before the first step, the closing lines after the
+last.
+"""
 
 import platform
 import shlex
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,16 @@ from torch import nn
 
 import ffnlab
 from ffnlab.device import instruction_set
+from ffnlab.errors import UserError
 from ffnlab.nn.count import TRAINING
 from ffnlab.nn.ffn.base import FFN
 from ffnlab.nn.rate import cpu_name
 from ffnlab.probe.base import layers
 from ffnlab.session import Session
 from ffnlab.train import Row
+
+MIB = 2**20
+SAID_FROM = 50 * MIB  # a record from this size on is announced
 
 
 def facts(
@@ -93,9 +100,66 @@ def git_state() -> dict[str, Any] | None:
         return None
 
 
+def check_same_run(session: Session, before: Mapping[str, Any]) -> None:
+    """What a resume must share with the run that it continues beyond the configuration: data, processes,
+    machine.
+    """
+    tokens, size = before.get("data", {}).get("fingerprint"), before.get("processes")
+    problems = []
+    if tokens is not None and tokens != session.data.fingerprint:
+        problems.append(
+            "the data of this run have changed since it began: the same tokens are needed to resume it"
+        )
+    if size is not None and size != session.processes.size:
+        problems.append(
+            f"this run was begun with {size} processes; {session.processes.size} would change its batches: "
+            f"use torchrun --nproc_per_node={size}"
+        )
+    if problems:
+        raise UserError(*problems)
+    now = f"{session.device.type}, {instruction_set()}"
+    then = f"{before.get('device', {}).get('type')}, {before.get('instruction_set')}"
+    if "device" in before and now != then:
+        warnings.warn(f"resumed on another machine ({now} instead of {then}): not bit-exact", stacklevel=2)
+
+
+def token_texts(session: Session) -> dict[str, Any] | None:
+    """tokens.json: the text of every token that is probed or scanned, by its id, and the length of a window;
+    None where nobody looks or the data have no tokenizer.
+    """
+    tokenizer, fixed = session.data.tokenizer, session.observer.fixed()
+    if tokenizer is None or not fixed:
+        return None
+    ids = {
+        int(i) for name in ("probe_batch/token", "scan/token") if name in fixed for i in fixed[name][0].flat
+    }
+    text = {str(i): tokenizer.token_bytes(i).decode(errors="replace") for i in sorted(ids)}
+    return {"seq_len": session.data.seq_len, "text": text}
+
+
+def opening(session: Session) -> list[str]:
+    """What the run will leave on the disk, where that is much or asked for."""
+    lines, size, each = [], session.record_bytes, session.checkpoint.weights_every
+    if size > SAID_FROM:
+        budget = session.probe.budget_gib * 1024
+        lines.append(
+            f"the record will take {size / MIB:.0f} MiB (budget {budget:.0f} MiB) before compression"
+        )
+    if each is not None:
+        weights = sum(p.numel() * p.element_size() for p in session.model.parameters()) / MIB
+        count = session.train.steps // each + 1
+        lines.append(
+            f"{count} snapshots of the weights, {weights:.1f} MiB each, will take {count * weights:.0f} MiB "
+            f"(checkpoint.weights_every={each})"
+        )
+    return lines
+
+
 def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
     """The lines at the end of a run: what came out, what it cost, and what to type next."""
     seconds, probes = info["timings"]["total_s"], info["timings"]["probe_s"]
+    largest = sorted(info["timings"]["probes"].items(), key=lambda item: -item[1])[:4]
+    parts = " (" + ", ".join(f"{name} {s:.1f}" for name, s in largest) + ")" if probes >= 0.1 else ""
     rate = info["matrix_rate_flops_per_s"] * info["processes"]
     ceiling = (
         f"the {rate / 1e9:.0f} GFLOP/s of {info['precision']} matrix products ({info['threads']} threads)"
@@ -110,7 +174,7 @@ def closing(info: Mapping[str, Any], final: Row, out: Path) -> list[str]:
         f"  {info['parameters']:,} parameters, {info['flops_per_token']:,} FLOPs per token forward, "
         f"{TRAINING} times that in training",
         f"  {achieved / 1e9:.0f} GFLOP/s at the median step: {achieved / rate:.0%} of {ceiling}",
-        f"  probes took {probes:.1f} s: {probes / max(seconds, 1e-9):.1%} of the run",
+        f"  probes took {probes:.1f} s: {probes / max(seconds, 1e-9):.1%} of the run{parts}",
         "next:",
         f"  ffnlab sample {out} --tokens 100",
         f"  ffnlab summary {' '.join(overrides(info['command']))}",

@@ -1,6 +1,7 @@
 """A session that writes its record into a run directory: the course of one run, from its start to its end."""
 
 import dataclasses
+import json
 import math
 import statistics
 import threading
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 
 from ffnlab.data import cache_dir
-from ffnlab.device import DTYPES, instruction_set
+from ffnlab.device import DTYPES
 from ffnlab.errors import UserError
-from ffnlab.facts import closing, facts
+from ffnlab.facts import check_same_run, closing, facts, opening, token_texts
 from ffnlab.nn.count import TRAINING, count, total
 from ffnlab.nn.rate import cached, measure, remember
 from ffnlab.probe import Observation
@@ -44,14 +45,21 @@ class Recorded:
         self.progress, self.last = Progress(), Row()
         self.flops = total(count(session.model, session.data.seq_len).values()).flops_per_token
         self.rate = cached(cache_dir(), session.device, DTYPES[session.precision])
-        self.probe_s_before = rundir.info().get("timings", {}).get("probe_s", 0.0)
+        timings = rundir.info().get("timings", {})
+        self.probe_s_before: dict[str, float] = timings.get("probes", {})
 
     def run(self, stop: Stop, at_end: AtEnd | None) -> Row:
         """Resume or start, train, and write the end, however it comes."""
         s, status = self.session, "failed"
         try:
             self.begin()
-            calls = {"evaluate": self.evaluate, "observe": self.observe, "log": self.log, "save": self.save}
+            calls = {
+                "evaluate": self.evaluate,
+                "observe": self.observe,
+                "on_gradients": s.observer.on_gradients,
+                "log": self.log,
+                "save": self.save,
+            }
             if not self.reached():
                 train(s.train, s.hooks(stop=stop, **calls), progress=self.progress, **s.trained())
             over = self.progress.step == s.train.steps or self.reached()
@@ -87,11 +95,17 @@ class Recorded:
         s.processes.from_leader({"checkpoint": found, "info": self.rundir.info()})
         self.progress = s.begin(found)
         self.cut(self.progress.step if found else -1)
+        for name, (array, dims) in s.observer.fixed().items():
+            self.neurons.fix(name, array, dims)
+        if texts := token_texts(s):
+            write_atomic(self.rundir.path / "tokens.json", json.dumps(texts))
         for row in self.metrics.read():
             self.last |= row
         if found is None and s.checkpoint.weights_every is not None:
             save_weights(self.rundir.path, 0, s.model.state_dict())
         info = {**self.rundir.info(), "path": str(self.rundir.path), "resumed": found is not None}
+        for line in opening(s):
+            print(line, flush=True)
         self.sinks.start(info, dict(s.cfg))
 
     def cut(self, step: int) -> None:
@@ -184,15 +198,16 @@ class Recorded:
         if status == "done":
             print("\n".join(closing(self.rundir.info(), self.last, self.rundir.path)))
 
-    def timings(self) -> dict[str, float]:
-        """Seconds of all sessions, those of the probes (scans and the sizing of the record included), the
-        pace.
-        """
+    def timings(self) -> dict[str, Any]:
+        """Seconds of all sessions, those of the probes (scans included) together and one by one, the pace."""
         rows = quietly(self.metrics.read) or []
         pace = [row["perf/tok_per_s"] for row in rows if "perf/tok_per_s" in row]
+        cost, before = self.session.observer.cost, self.probe_s_before
+        probes = {name: before.get(name, 0.0) + seconds for name, seconds in cost.items()}
         return {
             "total_s": self.progress.time_s,
-            "probe_s": self.probe_s_before + self.session.observer.seconds,
+            "probe_s": sum(probes.values()),
+            "probes": probes,
             "median_tok_per_s": statistics.median(pace) if pace else 0.0,
         }
 
@@ -200,29 +215,6 @@ class Recorded:
         """The matrix-product rate, measured again: a machine busy at the start measured too little."""
         device, dtype = self.session.device, DTYPES[self.session.precision]
         return remember(cache_dir(), device, dtype, measure(device, dtype, budget_s=0.1))
-
-
-def check_same_run(session: Session, before: Mapping[str, Any]) -> None:
-    """What a resume must share with the run that it continues beyond the configuration: data, processes,
-    machine.
-    """
-    tokens, size = before.get("data", {}).get("fingerprint"), before.get("processes")
-    problems = []
-    if tokens is not None and tokens != session.data.fingerprint:
-        problems.append(
-            "the data of this run have changed since it began: the same tokens are needed to resume it"
-        )
-    if size is not None and size != session.processes.size:
-        problems.append(
-            f"this run was begun with {size} processes; {session.processes.size} would change its batches: "
-            f"use torchrun --nproc_per_node={size}"
-        )
-    if problems:
-        raise UserError(*problems)
-    now = f"{session.device.type}, {instruction_set()}"
-    then = f"{before.get('device', {}).get('type')}, {before.get('instruction_set')}"
-    if "device" in before and now != then:
-        warnings.warn(f"resumed on another machine ({now} instead of {then}): not bit-exact", stacklevel=2)
 
 
 def quietly(call: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -83,6 +83,7 @@ def follow(cfg: Mapping[str, Any], these: Processes) -> Row:
     silent = {
         "evaluate": lambda step: session.validation(),
         "observe": lambda step: {},
+        "on_gradients": lambda step: None,
         "log": lambda row: None,
         "save": lambda progress, last: None,
     }

@@ -60,7 +60,7 @@ class Session:
             scan=scan,
             autocast=self.autocast,
         )
-        self.observer.check_budget(scans=self.train.steps // self.train.eval_every + 2)
+        self.record_bytes = self.observer.check_budget(scans=self.train.steps // self.train.eval_every + 2)
         self.observer.cost = dict.fromkeys(
             self.observer.cost, 0.0
         )  # sizing the record is not part of the run
@@ -82,7 +82,6 @@ class Session:
             schedule=self.schedule,
             precision=self.autocast,
             before_update=self.before_update,
-            on_gradients=lambda step: None,
             stop=lambda: self.processes.any(stop.signum is not None),
             add_up=self.processes.add_up,
             **recording,
@@ -127,11 +126,12 @@ class Session:
             self.model.train()
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """All but the weights that the next update depends on."""
+        """All but the weights that the rest of the run depends on."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "progress": dataclasses.asdict(progress),
+            "probes": self.observer.state(),
         }
 
     def restore(self, tensors: dict[str, torch.Tensor], trainer: dict[str, Any]) -> Progress:
@@ -142,6 +142,7 @@ class Session:
             raise UserError(f"the checkpoint does not fit the model of this configuration: {error}") from None
         self.optimizer.load_state_dict(trainer["optimizer"])
         self.scaler.load_state_dict(trainer["scaler"])
+        self.observer.restore(trainer.get("probes", {}))
         return Progress(**trainer["progress"])
 
 

@@ -194,7 +194,7 @@ def train(
             raise Diverged(f"step {step}: the loss is {mean}")
         for inner in optimizer.optimizers:
             scaler.unscale_(inner)
-        hooks.on_gradients(step)
+        clock.timed("probe", hooks.on_gradients, step)
         norm = grad_norm(parameters, cfg.clip)
         overflows = update(optimizer, scaler, norm, overflows)
         optimizer.zero_grad()

@@ -49,6 +49,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = zarr.open_group(path / "neurons.zarr", mode="a")
     for name, values, dims in (
         ("probe_batch/token", np.arange(TOKENS, dtype=np.int32), ("token",)),
+        ("probe_batch/window", np.zeros(TOKENS, dtype=np.int32), ("token",)),
+        ("probe_batch/position", np.arange(TOKENS, dtype=np.int32), ("token",)),
         ("scan/token", np.arange(20, dtype=np.int32).reshape(2, 10), ("window", "position")),
     ):
         root.create_array(name, data=values, dimension_names=dims)

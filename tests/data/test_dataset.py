@@ -126,11 +126,16 @@ def test_test_split_only_when_there_is_one():
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 17, 31, 32])
-def test_probe_has_exactly_n_positions_at_the_ends(n):
+def test_probe_has_exactly_n_positions_early_in_the_windows(n):
     x, mask = dataset().probe_tokens(n)
     assert x.shape == mask.shape == (min(4, n), T)
     assert int(mask.sum()) == n
-    assert mask.int().diff(dim=1).min() >= 0  # once on, on to the end of the window
+    for row in mask:
+        share = int(row.sum())
+        assert share in (n // len(mask), -(-n // len(mask)))
+        places = row.nonzero().flatten()
+        assert places[-1] == min(T, 2 * share) - 1
+        assert places.diff().tolist() == [2] * (share - 1) or 2 * share > T
     assert torch.equal(x, dataset(seed=9).probe_tokens(n)[0])
 
 

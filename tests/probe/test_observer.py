@@ -3,6 +3,7 @@
 from functools import partial
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,9 +15,13 @@ from ffnlab.nn.threshold import LearnedThreshold
 from ffnlab.probe import Observation, Probe, core
 from ffnlab.probe.activity import Activity
 from ffnlab.probe.base import Scanner, Site
+from ffnlab.probe.crossings import Crossings
 from ffnlab.probe.gates import Gates
+from ffnlab.probe.gradients import Gradients
 from ffnlab.probe.preact import Preact
+from ffnlab.probe.sparsity import Sparsity
 from ffnlab.probe.threshold import Threshold
+from ffnlab.probe.trace import Trace
 
 BF16 = partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -24,9 +29,18 @@ BF16 = partial(torch.autocast, "cpu", torch.bfloat16)
 def default_probes(every: int = 1) -> dict[str, Probe]:
     return {
         "activity": Activity(every=every, eps=0.01, bins=10),
-        "preact": Preact(every=every),
+        "preact": Preact(every=every, eps=0.1, low=-3.0, high=3.0, bins=12),
         "threshold": Threshold(every=every),
         "gates": Gates(every=every),
+    }
+
+
+def all_probes(every: int = 1) -> dict[str, Probe]:
+    return default_probes(every) | {
+        "trace": Trace(every=every, layers=None),
+        "crossings": Crossings(every=every),
+        "gradients": Gradients(every=every),
+        "sparsity": Sparsity(every=every, energy=0.99, cett=0.2),
     }
 
 
@@ -185,8 +199,8 @@ class Noisy(ReLU2):
         return super().forward(pre + 0.1 * torch.randn_like(pre))
 
 
-def train(model, loss, look, context=torch.enable_grad):
-    """Five updates with dropout; `look(step)` after each, and in between with gradients standing."""
+def train(model, loss, look, context=torch.enable_grad, on_gradients=lambda step: None):
+    """Five updates with dropout; `on_gradients(step)` before each and `look(step)` after it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(3)
     torch.manual_seed(4)
@@ -198,6 +212,7 @@ def train(model, loss, look, context=torch.enable_grad):
             value = loss(tokens[:, :-1], tokens[:, 1:])
         value.backward()
         losses.append(value.item())
+        on_gradients(step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         look(step)
@@ -211,14 +226,14 @@ def assert_same(one, two):
 
 
 def look_with(observer, model, **changes):
-    watcher = observer(model, default_probes(), **changes)
+    watcher = observer(model, all_probes(), **changes)
     seen = []
 
     def look(step):
         seen.append(watcher.observe(step))
         seen.append(watcher.scan(step))
 
-    return look, seen
+    return {"look": look, "on_gradients": watcher.on_gradients}, seen
 
 
 @pytest.mark.parametrize("precision", [torch.enable_grad, BF16], ids=["fp32", "bf16"])
@@ -233,9 +248,9 @@ def test_training_is_bit_identical(gpt, observer, precision, checkpointed):
         return made.train()
 
     plain, watched = model(), model()
-    look, seen = look_with(observer, watched, **({"autocast": BF16} if precision is BF16 else {}))
+    looks, seen = look_with(observer, watched, **({"autocast": BF16} if precision is BF16 else {}))
     without = train(plain, plain.loss, lambda step: None, precision)
-    assert_same(without, train(watched, watched.loss, look, precision))
+    assert_same(without, train(watched, watched.loss, context=precision, **looks))
     assert all(observation.scalars for observation in seen)
 
 
@@ -243,8 +258,9 @@ def test_gradients_are_left_alone(gpt, observer, batch):
     model = gpt()
     model.loss(batch[0], batch[0]).backward()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    look, _ = look_with(observer, model)
-    look(0)
+    looks, _ = look_with(observer, model)
+    looks["on_gradients"](0)
+    looks["look"](0)
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -258,8 +274,8 @@ def compiled_training(gpt, observer, backend, watch):
         return torch._dynamo.lookup_backend(backend)(module, inputs)
 
     model = gpt(dropout=0.0).train()
-    look, seen = look_with(observer, model) if watch else (lambda step: None, [])
-    result = train(model, torch.compile(model.loss, backend=counting), look)
+    looks, seen = look_with(observer, model) if watch else ({"look": lambda step: None}, [])
+    result = train(model, torch.compile(model.loss, backend=counting), **looks)
     torch.compiler.reset()
     return result, len(graphs), seen
 
@@ -287,7 +303,7 @@ def test_the_pass_has_the_precision_of_training(gpt, observer, batch):
 
 
 def test_only_the_probes_that_are_due_look(gpt, observer):
-    probes = {"activity": Activity(every=10, eps=0.01, bins=5), "preact": Preact(every=7)}
+    probes = {"activity": Activity(every=10, eps=0.01, bins=5), "preact": default_probes(7)["preact"]}
     watcher = observer(gpt(), probes, every_step_until=0)
     kinds = {s: {name.split("/")[1] for name in watcher.observe(s).scalars} for s in (0, 1, 7, 10, 70, 300)}
     both = {"activity", "preact"}
@@ -296,14 +312,80 @@ def test_only_the_probes_that_are_due_look(gpt, observer):
 
 
 def test_size_is_what_the_run_records(gpt, observer):
-    probes = default_probes(every=7)
     model = gpt(gate="vector")
-    watcher = observer(model, probes, steps=40, every_step_until=3)
-    seen = [watcher.observe(step) for step in range(41)] + [watcher.scan(0) for _ in range(4)]
+    watcher = observer(model, all_probes(every=7), steps=40, every_step_until=3)
+    sizes = watcher.sizes(scans=4)
+    assert not watcher.state()  # sizing is no look
+    seen = [watcher.observe(0)]
+    for step in range(1, 41):
+        watcher.on_gradients(step)
+        seen.append(watcher.observe(step))
+    seen += [watcher.scan(0) for _ in range(4)]
     recorded = sum(array.nbytes for observation in seen for array, _ in observation.arrays.values())
-    assert watcher.size(scans=4) == watcher.check_budget(scans=4) == recorded > 0
-    with pytest.raises(UserError, match=r"probe\.budget_gib is 1e-06"):
-        observer(model, probes, budget_gib=1e-6).check_budget(scans=4)
+    assert sum(sizes.values()) == watcher.check_budget(scans=4) == recorded > 0
+    assert sizes["trace"] == 10 * 2 * 8 * 40 * 2  # looks, layers, tokens, neurons, bytes
+    with pytest.raises(UserError, match=r"probe\.budget_gib is 1e-06.*crossings [\d.e-]+ GiB, "):
+        observer(model, all_probes(), budget_gib=1e-6).check_budget(scans=4)
+
+
+def test_memory_of_the_probes_goes_through_a_checkpoint(gpt, observer, tmp_path):
+    """Looks after a restore are those of an observer that has gone on, to the bit."""
+    models = [gpt(seed=seed) for seed in range(5)]
+    one, two = (observer(models[0], all_probes()) for _ in range(2))
+
+    def looks(watcher, steps):
+        seen = []
+        for step in steps:
+            watcher.model = models[step]
+            seen.append(watcher.observe(step))
+        return seen
+
+    whole = looks(one, range(5))
+    looks(two, range(3))
+    torch.save(two.state(), tmp_path / "state")
+    later = observer(models[0], all_probes())
+    later.restore(torch.load(tmp_path / "state", weights_only=True))
+    for a, b in zip(whole[3:], looks(later, (3, 4)), strict=True):
+        assert a.scalars == b.scalars
+        for name, (array, _) in a.arrays.items():
+            np.testing.assert_array_equal(array, b.arrays[name][0])
+
+
+def test_gradients_are_shown_where_they_are_wanted_and_due(gpt, observer, monkeypatch):
+    asked = []
+    for kind in (Gradients, Activity):
+        monkeypatch.setattr(kind, "on_gradients", lambda probe, model: asked.append(type(probe)))
+    watcher = observer(gpt(), all_probes(every=5), every_step_until=0)
+    for step in (4, 5):
+        watcher.on_gradients(step)
+    assert asked == [Gradients]
+
+
+def test_fixed_arrays_say_what_is_looked_at(gpt, observer, batch, scan):
+    tokens, mask = batch
+    fixed = observer(gpt(), default_probes()).fixed()
+    (token, dims), (window, _), (position, _) = (
+        fixed[f"probe_batch/{name}"] for name in ("token", "window", "position")
+    )
+    assert dims == ("token",)
+    assert token.dtype == window.dtype == position.dtype == np.int32
+    assert np.array_equal(tokens[window, position], token)
+    assert sorted(zip(window, position, strict=True)) == [tuple(place) for place in mask.nonzero().tolist()]
+    assert np.array_equal(fixed["scan/token"][0], scan)
+    assert fixed["scan/token"][1] == ("window", "position")
+    assert fixed["preact/edge"][0].tolist() == [-3 + i / 2 for i in range(13)]
+    assert observer(gpt(), {}).fixed() == {}
+
+
+def test_a_diverged_model_stops_no_look(gpt, observer):
+    model = gpt()
+    with torch.no_grad():
+        model.blocks[1]["ffn"].up.weight.fill_(torch.nan)
+    watcher = observer(model, all_probes())
+    watcher.on_gradients(1)
+    seen = watcher.observe(1)
+    watcher.scan(1)
+    assert seen.arrays["L02/preact/hist"][0].sum() == 0
 
 
 def test_cost_is_charged_to_each_probe_once(gpt, observer, monkeypatch):

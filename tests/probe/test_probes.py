@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor
 
@@ -9,7 +10,7 @@ from ffnlab.errors import UserError
 from ffnlab.nn.act.gelu import GELU
 from ffnlab.nn.ffn.swiglu import SwiGLU
 from ffnlab.nn.threshold import FixedThreshold, LearnedThreshold, calibrate
-from ffnlab.probe.activity import Activity
+from ffnlab.probe.activity import Activity, count, gini, is_active
 from ffnlab.probe.gates import Gates
 from ffnlab.probe.preact import Preact
 from ffnlab.probe.threshold import Threshold
@@ -19,6 +20,10 @@ LAYERS = ["L00", "L01", "L02", "L03"]
 
 def activity() -> dict[str, Activity]:
     return {"activity": Activity(every=1, eps=0.01, bins=10)}
+
+
+def preact(eps: float = 0.1, bins: int = 12) -> dict[str, Preact]:
+    return {"preact": Preact(every=1, eps=eps, low=-3.0, high=3.0, bins=bins)}
 
 
 def pre(model, tokens: Tensor, layer: int) -> Tensor:
@@ -43,7 +48,20 @@ def test_active_fraction_on_the_probe_batch(gpt, observer, batch):
         assert array.dtype == np.float32
         np.testing.assert_allclose(array, expected)
         assert seen.scalars[f"probe/activity/{label}/active_frac"] == pytest.approx(expected.mean().item())
-    assert len(seen.scalars) == len(seen.arrays) == 4  # no second measure where zeros are exact
+    assert len(seen.arrays) == 4
+
+
+def test_measures_of_sparsity_side_by_side(gpt, observer, batch):
+    model = gpt(bias=frozenset({"up"}))
+    with torch.no_grad():
+        model.blocks[1]["ffn"].up.bias[:7] = -100.0
+    seen = observer(model, activity()).observe(0)
+    post = pre(model, batch[0], 1)[batch[1]].relu().square()
+    expected = {"zero_frac": post == 0, "above_eps_frac": post > 0.01, "used_frac": (post > 0).any(0)}
+    for name, where in expected.items():
+        value = seen.scalars[f"probe/activity/L01/{name}"]
+        assert value == pytest.approx(where.double().mean().item())
+    assert seen.scalars["probe/activity/L01/used_frac"] <= 33 / 40
 
 
 def test_half_of_the_neurons_are_active_at_the_start(gpt, observer, scan):
@@ -68,6 +86,24 @@ def test_dead_and_always_on_neurons_of_the_scan(gpt, observer, scan):
     assert counts.sum() == 40
     assert counts[0] == (active < 0.1).sum()
     assert counts[-1] == (active >= 0.9).sum()
+    used = (pre(model, scan, 2) > 0).any(1).double().mean().item()  # of (window, neuron) pairs
+    assert seen.scalars["probe/activity/L02/used_seq_frac"] == pytest.approx(used)
+    differences = np.abs(active[:, None] - active).mean() / (2 * active.mean())
+    assert seen.scalars["probe/activity/L02/gini"] == pytest.approx(differences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_counting_by_bits_is_counting(dtype):
+    """Signed zeros, the smallest numbers of either sign, more rows than a byte can count."""
+    tiny = torch.finfo(dtype).smallest_normal
+    post = torch.tensor([0.0, -0.0, tiny, -tiny, 3.0, -3.0, torch.inf], dtype=dtype).repeat(700, 1)
+    assert count(is_active(post)).tolist() == [0, 0, 700, 0, 700, 0, 700]
+    assert torch.equal(count(is_active(post.T)), (post.T > 0).sum(0))
+
+
+@pytest.mark.parametrize(("counts", "expected"), [([5, 5, 5], 0.0), ([0, 0, 0, 9], 0.75), ([0, 0], 0.0)])
+def test_gini(counts, expected):
+    assert gini(np.array(counts)) == pytest.approx(expected)
 
 
 def test_smooth_activations_have_a_second_measure(gpt, observer, batch):
@@ -85,23 +121,63 @@ def test_smooth_activations_have_a_second_measure(gpt, observer, batch):
 
 def test_gated_ffn_counts_its_gate(gpt, observer, batch):
     model = gpt(ffn=SwiGLU)
-    seen = observer(model, {**activity(), "preact": Preact(every=1)}).observe(0)
+    seen = observer(model, activity() | preact()).observe(0)
     gate = pre(model, batch[0], 1)[batch[1]]
     assert seen.scalars["probe/activity/L01/active_frac"] == pytest.approx((gate > 0).double().mean().item())
     assert seen.scalars["probe/preact/L01/mean"] == pytest.approx(gate.mean().item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("threshold", [None, FixedThreshold(init=0.7, active_frac=None, scope="layer")])
+FIXED, OWN = (FixedThreshold(init=0.3, active_frac=None, scope=scope) for scope in ("layer", "neuron"))
+
+
+@pytest.mark.parametrize("threshold", [None, FIXED, OWN])
 def test_preactivation_moments_before_c(gpt, observer, batch, threshold):
     model = gpt(threshold=threshold)
-    seen = observer(model, {"preact": Preact(every=1)}).observe(0)
+    seen = observer(model, preact()).observe(0)
     for layer, label in enumerate(LAYERS):
         x = pre(model, batch[0], layer)[batch[1]].double()
-        scalars = [seen.scalars[f"probe/preact/{label}/{name}"] for name in ("mean", "sd")]
-        assert scalars == pytest.approx([x.mean().item(), x.std(correction=0).item()], rel=1e-4, abs=1e-6)
+        expected = [x.mean().item(), x.std(correction=0).item(), scipy.stats.kurtosis(x, None, fisher=False)]
+        scalars = [seen.scalars[f"probe/preact/{label}/{name}"] for name in ("mean", "sd", "kurtosis")]
+        assert scalars == pytest.approx(expected, rel=1e-4, abs=1e-6)
         np.testing.assert_allclose(seen.arrays[f"{label}/preact/mean"][0], x.mean(0), rtol=1e-4, atol=1e-6)
         sd = x.std(0, correction=0)
         np.testing.assert_allclose(seen.arrays[f"{label}/preact/sd"][0], sd, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("threshold", [None, FIXED, OWN])
+def test_what_lies_at_the_threshold(gpt, observer, batch, threshold):
+    model = gpt(threshold=threshold)
+    if threshold is OWN:
+        with torch.no_grad():
+            model.blocks[1]["ffn"].act.threshold.copy_(torch.linspace(-0.5, 0.5, 40))
+    seen = observer(model, preact(eps=0.2)).observe(0)
+    x = pre(model, batch[0], 1)[batch[1]].double()
+    above = x - (0.0 if threshold is None else model.blocks[1]["ffn"].act.threshold.double())
+    expected = {
+        "active_frac": (above > 0).double().mean().item(),
+        "below_frac": ((above >= -0.2) & (above < 0)).double().mean().item(),
+        "above_frac": ((above > 0) & (above <= 0.2)).double().mean().item(),
+        "predicted_active_frac": scipy.stats.norm.sf(0, above.mean(), above.std(correction=0)),
+    }
+    found = {name: seen.scalars[f"probe/preact/L01/{name}"] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-5)
+    hist, dims = seen.arrays["L01/preact/hist"]
+    clipped = x.clamp(-2.999, 2.999)  # what lies beyond counts in the first and the last bin
+    assert dims == ("bin",)
+    assert hist.dtype == np.int32
+    np.testing.assert_array_equal(hist, np.histogram(clipped, np.linspace(-3, 3, 13))[0])
+
+
+def test_normal_preactivations_are_predicted(gpt, observer, scan):
+    """1 - Phi(c / s) at the start, where pre-activations are normal (E27), against the measured share."""
+    model = gpt(threshold=FIXED)
+    mask = torch.ones_like(scan, dtype=torch.bool)
+    seen = observer(model, preact(), batch=(scan, mask)).observe(0)
+    for label in LAYERS:
+        measured, predicted = (
+            seen.scalars[f"probe/preact/{label}/{name}"] for name in ("active_frac", "predicted_active_frac")
+        )
+        assert predicted == pytest.approx(measured, abs=0.03)
 
 
 def test_a_threshold_lowers_activity_not_preactivations(gpt, observer, batch):
@@ -195,3 +271,9 @@ def test_vector_gates_keep_every_channel(gpt, observer):
 def test_bad_options(changes):
     with pytest.raises(UserError, match=r"probe\.activity\."):
         Activity(**{"every": 1, "eps": 0.01, "bins": 10, **changes})
+
+
+@pytest.mark.parametrize("changes", [{"eps": 0.0}, {"bins": 0}, {"low": 3.0}])
+def test_bad_options_of_preact(changes):
+    with pytest.raises(UserError, match=r"probe\.preact\."):
+        Preact(**{"every": 1, "eps": 0.1, "low": -3.0, "high": 3.0, "bins": 10, **changes})

@@ -1,5 +1,6 @@
 """neurons.zarr as xarray, an independent reader, sees it."""
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ import xarray
 import zarr
 
 from ffnlab.errors import UserError
-from ffnlab.record.neurons import NeuronRecord
+from ffnlab.record.neurons import NeuronRecord, chunk
 
 
 def fill(record: NeuronRecord, steps, layers: int = 2, d_ff: int = 8) -> None:
@@ -105,6 +106,43 @@ def test_a_resume_gives_the_record_of_one_go(tmp_path: Path):
     assert parts.bytes == whole.bytes
 
 
+def test_fixed_arrays_stand_once_and_survive(tmp_path: Path):
+    """They are no part of the budget, of what a resume cuts, or of what its second writing changes."""
+    tokens, edges = np.arange(12, dtype=np.int32).reshape(3, 4), np.linspace(-1, 1, 5, dtype=np.float32)
+    for back in (None, 1, -1):
+        record = NeuronRecord(tmp_path / "n.zarr", 1.0)
+        if back is not None:
+            record.truncate(back)
+        record.fix("scan/token", tokens, ("window", "position"))
+        record.fix("preact/edge", edges, ("edge",))
+        fill(record, range(0 if back is None else back + 1, 4))
+        record.flush()
+        scan = opened(tmp_path / "n.zarr", "scan")
+        assert scan.token.dims == ("window", "position")
+        assert scan.token.dtype == np.int32
+        assert np.array_equal(scan.token, tokens)
+        assert np.array_equal(opened(tmp_path / "n.zarr", "preact").edge, edges)
+        assert opened(tmp_path / "n.zarr", "L00/trace").step.values.tolist() == [0, 1, 2, 3]
+        per_step = sum(4 * (8 + layer) + 2 * 3 * (8 + layer) for layer in range(2))
+        assert record.bytes == NeuronRecord(tmp_path / "n.zarr", 1.0).bytes == 4 * per_step
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "chunks"),
+    [
+        ((3072,), ("neuron",), (32, 3072)),
+        ((128, 3072), ("token", "neuron"), (32, 128, 128)),
+        ((3072, 20), ("neuron", "rank"), (32, 409, 20)),
+        ((1024, 1024), ("row", "column"), (1, 1024, 1024)),
+        ((0,), ("neuron",), (32, 1)),
+    ],
+)
+def test_chunks_hold_some_steps_of_some_neurons(shape: tuple, dims: tuple, chunks: tuple):
+    dtype = np.float16 if "token" in dims else np.float32
+    assert chunk(np.zeros(shape, dtype), dims) == chunks
+    assert np.prod(chunks) * dtype().itemsize <= 2**20 or chunks[0] == 1
+
+
 def test_truncate_also_drops_what_waits(tmp_path: Path):
     record = NeuronRecord(tmp_path / "n.zarr", 1.0)
     fill(record, range(4))
@@ -132,20 +170,25 @@ def test_names_and_axes_are_checked(tmp_path: Path, name: str, dims: tuple):
 
 def test_a_kill_during_a_flush_is_mended_by_truncate(tmp_path: Path):
     path = tmp_path / "n.zarr"
+    fixed = np.arange(5, dtype=np.int32)
     record = NeuronRecord(path, 1.0)
     fill(record, range(0, 20))
     record.flush()
-    for count in (1, 4, 9, 14, 18):
+    for count in itertools.count(1):
         child = os.fork()
         if child == 0:
             _kill_at_write(count)
             again = NeuronRecord(path, 1.0)
             again.truncate(19)
             fill(again, range(20, 40))
+            again.fix("scan/token", fixed, ("position",))
             again.flush()
             os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGKILL:
+            break
+    assert count > 20  # every write of the flush was the last one once
     mended = NeuronRecord(path, 1.0)
+    mended.fix("scan/token", fixed, ("position",))
     mended.truncate(19)
     fill(mended, range(20, 30))
     mended.flush()
@@ -154,6 +197,7 @@ def test_a_kill_during_a_flush_is_mended_by_truncate(tmp_path: Path):
     whole.flush()
     for group in ("L00/activity", "L00/trace", "L01/activity", "L01/trace"):
         assert opened(path, group).identical(opened(tmp_path / "whole.zarr", group))
+    assert np.array_equal(opened(path, "scan").token, fixed)
 
 
 def _kill_at_write(count: int) -> None:

@@ -109,6 +109,30 @@ def test_startup_needs_a_checkout(capsys, tmp_path, monkeypatch):
         benched(capsys, "startup")
 
 
+def test_probes_report_what_each_costs(capsys):
+    text = benched(
+        capsys, "probes", *SMALL, "probe=[default,gradients]", "train.steps=30", "train.eval_every=10",
+        "probe.tokens=8", "probe.scan_tokens=20", "probe.every_step_until=2", "probe.preact.every=30",
+        "--vocab-size", "300", "--rounds", "2", "--json",
+    )  # fmt: skip
+    facts = json.loads(text)
+    found = facts["probes"]
+    assert {"forward", "activity", "preact", "gradients"} < set(found)
+    looks = {name: found[name]["looks"] for name in ("forward", "preact", "gradients")}
+    assert looks == {"forward": 6, "preact": 4, "gradients": 5}
+    assert found["activity"]["scans"] == 4
+    assert min(found["forward"]["scan_ms"], found["activity"]["scan_ms"], found["gradients"]["look_ms"]) > 0
+    taken = {name: r["looks"] * r["look_ms"] + r["scans"] * r["scan_ms"] for name, r in found.items()}
+    whole = 30 * facts["step_ms"] + sum(taken.values())
+    assert found["activity"]["share"] == pytest.approx(taken["activity"] / whole)
+
+
+def test_probes_show_a_table(capsys):
+    text = benched(capsys, "probes", *SMALL, "probe.tokens=8", "--vocab-size", "300", "--rounds", "1")
+    assert "preact" in text
+    assert "The probes take " in text
+
+
 def test_rounds_must_be_positive(capsys):
     with pytest.raises(UserError, match="--rounds 0"):
         benched(capsys, "train", *SMALL, "--rounds", "0")

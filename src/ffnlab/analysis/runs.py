@@ -76,7 +76,26 @@ class Run:
         """
         if group not in self.groups:
             raise UserError(f"{self.path}: {unknown('record', group, self.groups)}")
-        return xr.open_zarr(self.path / "neurons.zarr", group=group, consolidated=False, chunks=None)
+        try:
+            return self._open(group)
+        except ValueError:  # arrays of unequal length: a run writes just now, or was killed while it did
+            return self._whole(group)
+
+    def _open(self, group: str, **options: Any) -> xr.Dataset:
+        root = self.path / "neurons.zarr"
+        return xr.open_zarr(root, group=group, consolidated=False, chunks=None, **options)
+
+    def _whole(self, group: str) -> xr.Dataset:
+        """The steps that all arrays of a group have."""
+        import zarr
+
+        lengths = {
+            name: array.shape[0]
+            for name, array in zarr.open_group(self.path / "neurons.zarr", path=group, mode="r").arrays()
+        }
+        steps = slice(min(lengths.values()))
+        apart = [self._open(group, drop_variables=set(lengths) - {name}) for name in lengths]
+        return xr.merge(part.isel(step=steps) for part in apart)
 
     @cached_property
     def texts(self) -> dict[int, str]:

@@ -161,20 +161,12 @@ class Dataset:
     def probe_tokens(
         self, n_positions: int, n_windows: int = 4
     ) -> tuple[Int64[Tensor, "W T"], Bool[Tensor, "W T"]]:
-        """Validation windows and a mask with exactly `n_positions` True: the last positions of each window.
+        """Validation windows and a mask with exactly `n_positions` True, as `probe_mask` places them.
 
         Fewer windows are used when the split or `n_positions` has no more.
         """
         starts = self._spread(self._val, min(n_windows, n_positions))
-        if not 1 <= n_positions <= len(starts) * self.seq_len:
-            raise UserError(
-                f"probe.tokens={n_positions}: expected 1 to {max(1, len(starts)) * self.seq_len} "
-                f"({max(1, len(starts))} validation windows of {self.seq_len} tokens)."
-            )
-        share, more = divmod(n_positions, len(starts))
-        mask = torch.zeros(len(starts), self.seq_len, dtype=torch.bool)
-        for row in range(len(starts)):
-            mask[row, self.seq_len - share - (row < more) :] = True
+        mask = probe_mask(n_positions, len(starts), self.seq_len)
         return self._pairs(self._val, starts)[0], mask
 
     def scan_tokens(self, n: int) -> Int64[Tensor, "W T"]:
@@ -182,3 +174,24 @@ class Dataset:
         if n < 1:
             raise UserError(f"probe.scan_tokens={n}: expected a positive number of tokens.")
         return self._pairs(self._val, self._spread(self._val, -(-n // self.seq_len)))[0]
+
+
+def probe_mask(n_positions: int, n_windows: int, seq_len: int) -> Bool[Tensor, "W T"]:
+    """`n_positions` True, in equal shares for the windows: positions 1, 3, 5, ... of each, closer together
+    only where the window is too short for that.
+
+    Attention is causal, so a pass may end after the last probed position. At nano 128 positions take 4 x 64
+    tokens of 4 x 256, which halves the time of the pass (15 ms, of which 8 a single token takes). The
+    contexts are of 2 to 64 tokens then; the scan has those of whole windows.
+    """
+    if not 1 <= n_positions <= n_windows * seq_len:
+        raise UserError(
+            f"probe.tokens={n_positions}: expected 1 to {max(1, n_windows) * seq_len} "
+            f"({max(1, n_windows)} validation windows of {seq_len} tokens)."
+        )
+    mask = torch.zeros(n_windows, seq_len, dtype=torch.bool)
+    for row in range(n_windows):
+        share = n_positions // n_windows + (row < n_positions % n_windows)
+        reach = min(seq_len, 2 * share)
+        mask[row, [(i + 1) * reach // share - 1 for i in range(share)]] = True
+    return mask

@@ -7,13 +7,15 @@ A new probe is one file with a `Probe` and one yaml.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor, cat, nn
 
 from ffnlab.errors import UserError
+
+Array = tuple[np.ndarray, tuple[str, ...]]  # values, and a name for each of their axes
 
 ACT = re.compile(r"blocks\.(\d+)\.ffn(\w*)\.(?:.+\.)?act")
 
@@ -74,7 +76,7 @@ class Observation:
     """
 
     scalars: dict[str, float] = field(default_factory=dict)
-    arrays: dict[str, tuple[np.ndarray, tuple[str, ...]]] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
     histograms: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def add(self, other: "Observation") -> None:
@@ -86,6 +88,8 @@ class Observation:
 
 class Scanner:
     """Adds up one scan, chunk by chunk; made anew for every scan, so that nothing is left of the last."""
+
+    seq_len: int  # tokens of each window of the scan, known before the first chunk; chunks are whole windows
 
     def see(self, site: Site, rows: Float[Tensor, "N F"], start: int) -> None:
         """Takes rows of one watched site; row r is position start + r of the flattened scan batch.
@@ -102,6 +106,8 @@ class Scanner:
 class Probe:
     """Reads something off the model at every `every`-th step (percent of the step under the log schedule)."""
 
+    wants_gradients: ClassVar[bool] = False  # where it is true, `on_gradients` comes before `read`
+
     def __init__(self, *, every: int):
         if every < 1:
             name = re.sub(r"(?<=.)(?=[A-Z])", "_", type(self).__name__).lower()  # TopTokens: top_tokens
@@ -116,9 +122,36 @@ class Probe:
         """What the probe batch and the parameters show now. Only reads."""
         return Observation()
 
+    def on_gradients(self, model: nn.Module) -> None:
+        """The gradients of an update at which the probe is due: summed over micro-batches and processes,
+        before clipping. Step 0 has none. Only reads.
+        """
+
+    def fixed(self) -> dict[str, Array]:
+        """Arrays that stay the same over the run, by their names in the record; asked after `watch`."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What the probe remembers from one look to the next, in plain tensors: it goes into checkpoints."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The counterpart of `state`; an empty one is that of a probe that has not looked yet."""
+
     def scanner(self, model: nn.Module) -> tuple[list[Site], Scanner] | None:
         """The sites to see on the scan and what adds them up; None: this probe has no use for the scan."""
         return None
+
+
+def thresholds(model: nn.Module, acts: list[str]) -> list[Tensor]:
+    """C of the activations of a layer that have one: of shape (), or (F,) where each neuron has its own."""
+    found = [getattr(model.get_submodule(act), "threshold", None) for act in acts]
+    return [c.detach() for c in found if isinstance(c, Tensor)]
+
+
+def share(where: np.ndarray) -> float:
+    """The fraction of truth values that are true."""
+    return int(np.count_nonzero(where)) / where.size
 
 
 def to_numpy(values: Tensor) -> np.ndarray:

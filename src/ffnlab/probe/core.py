@@ -5,13 +5,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ffnlab.errors import UserError
-from ffnlab.probe.base import Captured, Observation, Probe, Scanner, Site
+from ffnlab.probe.base import Array, Captured, Observation, Probe, Scanner, Site
 from ffnlab.probe.forward import aside, crop, watch
 
 SCAN_CHUNK_TOKENS = 2048  # small enough for a CPU cache: measured best of 512 to 8192
@@ -85,6 +87,7 @@ class Observer:
         self.sites = {name: probe.watch(names) for name, probe in probes.items()}
         self.cost = {"forward": 0.0} | dict.fromkeys(probes, 0.0)
         device = next(model.parameters()).device
+        self.places = batch[1].nonzero()  # (N, 2): window and position of every probed token
         tokens, mask = crop(*batch)
         self.tokens, self.rows = tokens.to(device), mask.flatten().nonzero().squeeze(1).to(device)
         self.scan_tokens = None if scan is None or not settings.scan_tokens else scan.to(device)
@@ -104,26 +107,72 @@ class Observer:
 
     def scan(self, step: int) -> Observation:
         """What the probes see on the scan after update `step`."""
-        return self._scan(self.scan_tokens)
+        return self._scan(self.scan_tokens, self.probes)
 
-    def size(self, *, scans: int) -> int:
-        """Bytes of all arrays of a run with `scans` scans, uncompressed: looks once, times the events."""
-        total = 0
+    def on_gradients(self, step: int) -> None:
+        """Shows the gradients of update `step` to the probes that are due and want them."""
+        for name, probe in self._due(step).items():
+            if probe.wants_gradients:
+                with self._clock(name), torch.no_grad():
+                    probe.on_gradients(self.model)
+
+    def fixed(self) -> dict[str, Array]:
+        """Arrays that stay the same over the run: which tokens are probed and scanned, and those of the
+        probes.
+        """
+        if not self.probes:
+            return {}
+        window, position = self.places.T
+        probed = {"token": self.tokens.flatten()[self.rows], "window": window, "position": position}
+        found: dict[str, Array] = {f"probe_batch/{key}": (_int32(v), ("token",)) for key, v in probed.items()}
+        if self.scan_tokens is not None:
+            found["scan/token"] = (_int32(self.scan_tokens), ("window", "position"))
+        for probe in self.probes.values():
+            found |= probe.fixed()
+        return found
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What the probes remember from look to look, for a checkpoint."""
+        return {name: state for name, probe in self.probes.items() if (state := probe.state())}
+
+    def restore(self, state: dict[str, dict[str, Any]]) -> None:
+        """The counterpart of `state`."""
         for name, probe in self.probes.items():
-            events = sum(self.settings.due(step, probe.every, self.steps) for step in range(self.steps + 1))
-            total += events * _bytes(self._observe({name: probe}))
+            probe.restore(state.get(name, {}))
+
+    def looks(self, name: str) -> set[int]:
+        """The steps of the run at which a probe looks; step 0 has no gradients."""
+        probe, due = self.probes[name], self.settings.due
+        steps = range(int(probe.wants_gradients), self.steps + 1)
+        return {step for step in steps if due(step, probe.every, self.steps)}
+
+    def sizes(self, *, scans: int) -> dict[str, int]:
+        """Bytes of all arrays of a run with `scans` scans, uncompressed, by probe: looks once, times the
+        looks. Leaves the probes as they were.
+        """
+        state, found = self.state(), {}
         one_window = None if self.scan_tokens is None else self.scan_tokens[:1]
-        return total + scans * _bytes(self._scan(one_window))
+        for name, probe in self.probes.items():
+            with torch.no_grad():
+                probe.on_gradients(self.model)
+            seen, scanned = self._observe({name: probe}), self._scan(one_window, {name: probe})
+            found[name] = len(self.looks(name)) * _bytes(seen) + scans * _bytes(scanned)
+        self.restore(state)
+        return found
 
     def check_budget(self, *, scans: int) -> int:
-        """`size`; a `UserError` when it is above the budget."""
-        size, budget = self.size(scans=scans), self.settings.budget_gib
-        if size > budget * 2**30:
+        """Bytes of all arrays of the run; a `UserError` when that is above the budget."""
+        sizes, budget = self.sizes(scans=scans), self.settings.budget_gib
+        total = sum(sizes.values())
+        if total > budget * 2**30:
+            largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:4]
             raise UserError(
-                f"the probes would record {size / 2**30:.3g} GiB; probe.budget_gib is {budget:g}. "
-                f"Raise it, look less often (probe.every), or take a probe out: {', '.join(self.probes)}."
+                f"the probes would record {total / 2**30:.3g} GiB; probe.budget_gib is {budget:g}. Raise it, "
+                "look less often (probe.every, probe.NAME.every), or take a probe out: "
+                + ", ".join(f"{name} {sizes[name] / 2**30:.2g} GiB" for name in largest)
+                + "."
             )
-        return size
+        return total
 
     def _due(self, step: int) -> dict[str, Probe]:
         due, steps = self.settings.due, self.steps
@@ -135,8 +184,10 @@ class Observer:
         result = Observation()
 
         def take(site: Site, values: Float[Tensor, "N F"]) -> None:
-            windows = self.tokens.shape
-            captured.values[site] = values.clone().unflatten(0, windows) if site.whole else values[self.rows]
+            if site.whole:
+                captured.values[site] = values.clone().unflatten(0, self.tokens.shape)
+            else:
+                captured.values[site] = values.index_select(0, self.rows)
 
         with self._clock("forward"), aside(self.model, self.autocast):
             watch(self.model, self.tokens, wanted, take)
@@ -145,13 +196,14 @@ class Observer:
                     result.add(probe.read(captured, self.model))
         return result
 
-    def _scan(self, tokens: Int[Tensor, "S T"] | None) -> Observation:
+    def _scan(self, tokens: Int[Tensor, "S T"] | None, probes: dict[str, Probe]) -> Observation:
         result = Observation()
         scanners: dict[str, Scanner] = {}
         seers: dict[Site, list[str]] = {}
-        for name, probe in self.probes.items():
+        for name, probe in probes.items():
             if tokens is not None and (scan := probe.scanner(self.model)) is not None:
                 sites, scanners[name] = scan
+                scanners[name].seq_len = tokens.shape[1]
                 for site in sites:
                     seers.setdefault(site, []).append(name)
         if tokens is None or not scanners:
@@ -185,3 +237,7 @@ class Observer:
 
 def _bytes(seen: Observation) -> int:
     return sum(array.nbytes for array, _ in seen.arrays.values())
+
+
+def _int32(values: Tensor) -> np.ndarray:
+    return values.cpu().numpy().astype(np.int32)

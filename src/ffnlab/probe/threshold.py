@@ -1,8 +1,8 @@
 """The threshold C: what a neuron's pre-activation must exceed to be active."""
 
-from torch import Tensor, cat, nn
+from torch import cat, nn
 
-from ffnlab.probe.base import Captured, Observation, Probe, Site, layers, to_numpy
+from ffnlab.probe.base import Captured, Observation, Probe, Site, layers, thresholds, to_numpy
 
 
 class Threshold(Probe):
@@ -23,11 +23,10 @@ class Threshold(Probe):
     def read(self, captured: Captured, model: nn.Module) -> Observation:
         seen = Observation()
         for label, acts in self.layers.items():
-            found = [getattr(model.get_submodule(act), "threshold", None) for act in acts]
-            values = [c.detach().float() for c in found if isinstance(c, Tensor)]
+            values = thresholds(model, acts)
             if not values:
                 continue
-            c = cat([value.flatten() for value in values])
+            c = cat([value.float().flatten() for value in values])
             name = f"probe/threshold/{label}/c"
             seen.scalars[name] = c.mean().item()
             if any(value.dim() for value in values):

@@ -9,8 +9,8 @@ import numpy as np
 from ffnlab.record.files import disk_error
 
 _GIB = 1024**3
-_CHUNK_EVENTS = 64
-_CHUNK_BYTES = 8 * 1024**2
+_CHUNK_EVENTS = 32
+_CHUNK_BYTES = 1024**2
 _BUFFER_BYTES = 64 * 1024**2
 
 Event = tuple[int, np.ndarray]  # (step, values)
@@ -20,17 +20,18 @@ class NeuronRecord:
     """Arrays over steps in a zarr v3 store: `L03/activity/active_frac` is an array (step, neuron) in group
     L03/activity.
 
-    Every group has its own coordinate `step`; dimension names are stored, so `xarray.open_zarr(path,
-    group="L03/activity", consolidated=False)` works. All arrays of a group stand on the same steps: where one
-    was not recorded its row is NaN (-1 for whole numbers; unsigned ones and truth values are widened to hold
-    it). Events wait in memory until `flush`, which appends them as one block. The store is made by the first
-    flush.
+    Every group has its own coordinate `step`, but for groups of fixed arrays (`fix`); dimension names are
+    stored, so `xarray.open_zarr(path, group="L03/activity", consolidated=False)` works. All arrays of a group
+    stand on the same steps: where one was not recorded its row is NaN (-1 for whole numbers; unsigned ones
+    and truth values are widened to hold it). Events wait in memory until `flush`, which appends them as one
+    block. The store is made by the first flush.
     """
 
     def __init__(self, path: Path, budget_gib: float):
         self.path = path
         self.budget = int(budget_gib * _GIB)
         self._buffer: dict[str, dict[str, list[Event]]] = {}  # group -> array -> events
+        self._fixed: dict[str, np.ndarray] = {}
         self._dims: dict[str, tuple[str, ...]] = {}
         self._waiting = 0
         self._latest = -1
@@ -63,14 +64,23 @@ class NeuronRecord:
         self._waiting += array.nbytes
         self.bytes += array.nbytes
 
+    def fix(self, name: str, array: np.ndarray, dims: tuple[str, ...]) -> None:
+        """Record an array that stays the same over the run, outside the budget; where it stands already,
+        nothing changes. Its group holds no arrays over steps.
+        """
+        self._dims[name] = tuple(dims)
+        self._fixed[name] = array
+
     def flush(self) -> None:
         """Append the waiting events to the store. Raises UserError when the disk is full or read-only."""
         try:
+            for name, array in self._fixed.items():
+                self._write_fixed(name, array)
             for group, events in self._buffer.items():
                 self._append(group, events)
         except OSError as error:
             raise disk_error(self.path, self._waiting, error) from error
-        self._buffer, self._waiting = {}, 0
+        self._buffer, self._waiting, self._fixed = {}, 0, {}
 
     def truncate(self, step: int) -> None:
         """Drop everything after `step`: a resume goes on from there. Mends a store that a kill left
@@ -82,8 +92,9 @@ class NeuronRecord:
         if self.path.exists():
             for left in self.path.rglob("*.partial"):  # of a write that a kill ended
                 left.unlink(missing_ok=True)
-            for arrays in map(self._arrays, self._groups()):
-                keep = int(np.searchsorted(arrays["step"][:], step, side="right")) if "step" in arrays else 0
+            for arrays in self._by_step():
+                steps = arrays["step"][:]
+                keep = int(((steps >= 0) & (steps <= step)).sum())
                 for array in arrays.values():
                     array.resize((keep, *array.shape[1:]))
         self._waiting = sum(
@@ -96,7 +107,12 @@ class NeuronRecord:
         arrays = self._arrays(group)
         if "step" not in arrays:
             arrays["step"] = self._store().create_array(
-                f"{group}/step", shape=(0,), chunks=(4096,), dtype="int64", dimension_names=("step",)
+                f"{group}/step",
+                shape=(0,),
+                chunks=(4096,),
+                dtype="int64",
+                fill_value=-1,  # of rows that a kill left without their step
+                dimension_names=("step",),
             )
         old = arrays["step"][:]
         found = {step for rows in events.values() for step, _ in rows}
@@ -124,15 +140,23 @@ class NeuronRecord:
         arrays["step"][len(old) :] = new
 
     def _create(self, name: str, sample: np.ndarray, rows: int) -> Any:
-        events = max(1, min(_CHUNK_EVENTS, _CHUNK_BYTES // max(1, sample.nbytes)))
         return self._store().create_array(
             name,
             shape=(rows, *sample.shape),
-            chunks=(events, *(max(1, size) for size in sample.shape)),
+            chunks=chunk(sample, self._dims[name]),
             dtype=sample.dtype,
             fill_value=np.nan if sample.dtype.kind == "f" else -1,
             dimension_names=("step", *self._dims[name]),
         )
+
+    def _write_fixed(self, name: str, array: np.ndarray) -> None:
+        group, _, key = name.rpartition("/")
+        there = self._arrays(group).get(key)
+        if there is None or there.shape != array.shape or not np.array_equal(there[...], array):
+            self._open.pop(group)
+            self._store().create_array(
+                name, data=array, dimension_names=self._dims[name], overwrite=True, chunks=array.shape
+            )
 
     def _store(self) -> Any:
         if self._root is None:
@@ -146,16 +170,20 @@ class NeuronRecord:
             self._open[group] = dict(self._store().require_group(group).arrays())
         return self._open[group]
 
-    def _groups(self) -> list[str]:
+    def _by_step(self) -> list[dict[str, Any]]:
+        """The arrays of every group that has steps."""
         import zarr
 
-        return [name for name, node in self._store().members(max_depth=None) if isinstance(node, zarr.Group)]
+        members = self._store().members(max_depth=None)
+        found = [self._arrays(name) for name, node in members if isinstance(node, zarr.Group)]
+        return [arrays for arrays in found if "step" in arrays]
 
     def _stored_bytes(self) -> int:
         if not self.path.exists():
             return 0
-        arrays = [pair for group in self._groups() for pair in self._arrays(group).items()]
-        return sum(array.nbytes for key, array in arrays if key != "step")
+        return sum(
+            array.nbytes for arrays in self._by_step() for key, array in arrays.items() if key != "step"
+        )
 
     def _stop(self, step: int) -> None:
         if not self._over:
@@ -165,3 +193,21 @@ class NeuronRecord:
                 "per-neuron arrays are not recorded any more; scalars and training go on.",
                 stacklevel=3,
             )
+
+
+def chunk(sample: np.ndarray, dims: tuple[str, ...]) -> tuple[int, ...]:
+    """The chunks of an array over steps: 32 steps of as many neurons as fit into 1 MiB (fewer steps where no
+    axis is called neuron), so that one neuron over all steps and all neurons at one step are quick to read.
+
+    Measured on one core, 600 steps of 3072 neurons, one neuron over all steps and all neurons at one step:
+    (step, neuron) float32 50 and 5 ms; (step, token, neuron) float16 with 128 tokens, 0.44 GB on disk, 60 and
+    87 ms (whole steps as chunks: 2.1 s and 30 ms).
+    """
+    sizes = [max(1, size) for size in sample.shape]
+    fitting = _CHUNK_BYTES // max(1, sample.nbytes)  # steps
+    if "neuron" not in dims:
+        return max(1, min(_CHUNK_EVENTS, fitting)), *sizes
+    axis = dims.index("neuron")
+    column = max(1, sample.nbytes // sizes[axis])
+    sizes[axis] = max(1, min(sizes[axis], _CHUNK_BYTES // (column * _CHUNK_EVENTS)))
+    return _CHUNK_EVENTS, *sizes

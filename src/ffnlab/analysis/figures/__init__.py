@@ -5,31 +5,44 @@ A new one is a function in a module of this folder:
     @figure("C of every layer over the steps (E15, E16).")
     def threshold(run: Run, options: Options) -> Drawing: ...
 
-It raises `Missing` when the run does not hold what it needs, with what to record.
+It raises `Missing` when the run does not hold what it needs, with what to record. `ffnlab.analysis.panels`
+holds what figures are made of, `choices` what they look up in a run, `pictures` makes files of them.
 """
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from matplotlib.animation import Animation
 from matplotlib.figure import Figure
 
 from ffnlab.analysis.runs import Run
+from ffnlab.analysis.style import style
 from ffnlab.errors import UserError
 
 
 class Missing(UserError):
-    """The run did not record what a figure needs, which is no fault when all figures are asked for."""
+    """The run did not record what a figure needs, which is no fault when all figures are asked for.
+
+    `record` is what would: an override such as probe=[default,trace].
+    """
+
+    def __init__(self, problem: str, record: str = ""):
+        super().__init__(problem)
+        self.record = record
 
 
 class Drawing(NamedTuple):
-    """A picture and the caption that states what was measured, over what, in which unit."""
+    """A picture and the caption that states what was measured, over what, in which unit.
 
-    picture: Figure | Animation
+    Each of the `frames` of a moving picture makes it show the next state; as it is given it shows the last.
+    """
+
+    picture: Figure
     caption: str
+    frames: tuple[Callable[[], None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,11 +70,16 @@ _entries: dict[str, Entry] = {}
 
 
 def figure(shows: str) -> Callable[[Draw], Draw]:
-    """Puts a function on the list under its own name."""
+    """Puts a function on the list under its own name; it draws in the style of `ffnlab.mplstyle`."""
 
     def enter(draw: Draw) -> Draw:
-        _entries[draw.__name__] = Entry(shows, draw)
-        return draw
+        @functools.wraps(draw)
+        def styled(run: Run, options: Options) -> Drawing:
+            with style():
+                return draw(run, options)
+
+        _entries[draw.__name__] = Entry(shows, styled)
+        return styled
 
     return enter
 

@@ -1,7 +1,6 @@
 """The report: one HTML file with everything about some runs, which opens without a network."""
 
 import base64
-import io
 import warnings
 from collections.abc import Sequence
 from importlib.resources import files
@@ -9,10 +8,9 @@ from typing import Any
 
 import jinja2
 import yaml
-from matplotlib.animation import Animation
-from matplotlib.figure import Figure
 
-from ffnlab.analysis.figures import Drawing, Missing, Options, entries
+from ffnlab.analysis.figures import Missing, Options, entries
+from ffnlab.analysis.pictures import render
 from ffnlab.analysis.report.explorer import explorer
 from ffnlab.analysis.report.layers import layer_table
 from ffnlab.analysis.runs import Run
@@ -102,18 +100,6 @@ def drawn(run: Run, names: Sequence[str] | None) -> list[dict[str, str]]:
         except Exception as error:  # one figure less is better than no report
             warnings.warn(f"{run.path}: figure {name}: {type(error).__name__}: {error}", stacklevel=2)
             continue
-        picture = png(drawing)
-        if picture is not None:
-            url = "data:image/png;base64," + base64.b64encode(picture).decode()
-            found.append({"name": name, "shows": entry.shows, "url": url, "caption": drawing.caption})
+        url = "data:image/png;base64," + base64.b64encode(render(drawing, name, "png", DPI)).decode()
+        found.append({"name": name, "shows": entry.shows, "url": url, "caption": drawing.caption})
     return found
-
-
-def png(drawing: Drawing) -> bytes | None:
-    """The picture as PNG; None for an animation, which is too large for a page."""
-    if isinstance(drawing.picture, Animation):
-        return None
-    assert isinstance(drawing.picture, Figure)
-    buffer = io.BytesIO()
-    drawing.picture.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()

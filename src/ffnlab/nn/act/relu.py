@@ -57,8 +57,7 @@ class ReLU2(Activation):
     exact_zeros = True
 
     def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
-        squared, _ = SquaredReLU.apply(pre)
-        return squared
+        return squared_relu(pre)
 
 
 class LeakyReLU2(Activation):
@@ -89,8 +88,7 @@ class StarReLU(Activation):
         self.bias = nn.Parameter(torch.tensor(float(bias)))
 
     def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
-        squared, _ = SquaredReLU.apply(pre)
-        return self.scale * squared + self.bias
+        return self.scale * squared_relu(pre) + self.bias
 
 
 class SmoothReLU2(Activation):
@@ -109,6 +107,12 @@ class SmoothReLU2(Activation):
         far = pre.abs() + (pre.square() + self.width**2).sqrt()
         # x + sqrt(x^2 + a^2) is a small difference of large numbers for x < 0; a^2 / far is the same number.
         return 0.5 * pre * torch.where(pre > 0, far, self.width**2 / far)
+
+
+def squared_relu(x: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
+    """max(0, x)^2; without the bookkeeping of a gradient where none is wanted."""
+    square = SquaredReLU.apply if torch.is_grad_enabled() else SquaredReLU.forward
+    return square(x)[0]
 
 
 class SquaredReLU(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Measure how fast this machine trains a configuration, multiplies matrices, or starts a run."""
+"""Measure how fast this machine trains, what probes cost, its matrix-product rate, or the start of a run."""
 
 import argparse
 import json
@@ -17,11 +17,13 @@ from ffnlab.errors import UserError
 from ffnlab.nn.rate import machine, measure, remember
 from ffnlab.validate import validate
 from ffnlab.verbs import quantity, show, vocabulary
+from ffnlab.verbs.bench import probes
 from ffnlab.verbs.bench.steps import Bench
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    probes.add_parser(what)
     train = what.add_parser("train", help="training steps, in fp32 and bf16, against the matrix-product rate")
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
     train.add_argument("--vocab-size", type=int, metavar="N", help="instead of the data's")

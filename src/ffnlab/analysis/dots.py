@@ -8,9 +8,9 @@ from ffnlab.analysis.style import BLUE, GREY, printable, style
 
 
 def paired_dots(comparison: Comparison) -> Figure:
-    """The metric by arm. Small dots are runs, a thin line joins those of one seed.
+    """The metric by arm. Dots are runs, a thin line joins those of one seed.
 
-    The large dot of an arm stands at the baseline's mean plus the difference that was tested, with its
+    The diamond of an arm stands at the baseline's mean plus the difference that was tested, with its
     confidence interval, so that it can be read against the baseline (line) and the margin (band).
     """
     with style():
@@ -41,9 +41,10 @@ def _drawn(comparison: Comparison) -> Figure:
     for x, name in enumerate(names):
         contrast = comparison.analysis.contrasts.get(name)
         mean = base + (contrast.difference if contrast else 0.0)
-        axes.plot(x + 0.15, mean, marker="o", color=BLUE, zorder=4)
+        axes.plot(x + 0.15, mean, marker="D", markersize=4, color=BLUE, zorder=4)
         if contrast and contrast.low is not None and contrast.high is not None:
-            axes.vlines(x + 0.15, base + contrast.low, base + contrast.high, color=BLUE, zorder=3)
+            ends = [base + contrast.low, base + contrast.high]
+            axes.plot([x + 0.15] * 2, ends, marker="_", markersize=10, color=BLUE, linestyle="-", zorder=3)
     labels = [printable(name) for name in names]
     axes.set_xticks(range(len(names)), labels, rotation=30 if max(map(len, names)) > 10 else 0, ha="right")
     axes.set_xlim(-0.5, len(names) - 0.5)
@@ -51,7 +52,7 @@ def _drawn(comparison: Comparison) -> Figure:
     band = "" if question.margin is None else f", band: margin ±{question.margin:g}"
     level = f"{100 * (1 - question.alpha):g} % CI"
     axes.set_title(
-        f"small: runs, joined by seed; large: difference from {printable(question.baseline)}, {level}{band}",
-        fontsize=7,
+        f"dots: runs, joined by seed; diamonds: difference from {printable(question.baseline)}, {level}{band}",
+        fontsize=8,
     )
     return picture

@@ -52,7 +52,9 @@ def _drawn(comparison: Comparison) -> Figure:
     band = "" if question.margin is None else f", band: margin ±{question.margin:g}"
     level = f"{100 * (1 - question.alpha):g} % CI"
     axes.set_title(
-        f"dots: runs, joined by seed; diamonds: difference from {printable(question.baseline)}, {level}{band}",
+        "dots: runs, joined by seed\n"
+        f"diamonds: difference from {printable(question.baseline)}, {level}{band}",
+        loc="left",
         fontsize=8,
     )
     return picture

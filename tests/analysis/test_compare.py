@@ -200,6 +200,19 @@ def test_diverged_runs_are_counted_and_unfinished_ones_named(make: Make, study: 
         compare([study], baseline="gone")
 
 
+def test_one_arm_or_one_run_is_shown_without_a_contrast(make: Make, capsys: pytest.CaptureFixture[str]):
+    paths = [make(f"r{seed}", seed=seed, loss=4.0 + seed) for seed in range(3)]
+    found = compare(paths)
+    assert found.analysis.contrasts == {}
+    assert compared.rows(found)[0]["mean"] == 5.0
+    assert "baseline: all" in verb(capsys, *paths)
+    assert "4.0000" in verb(capsys, paths[0])
+    other = make("other", loss=3.9, config={"optim.lr": 1})
+    shown = verb(capsys, paths[0], other)
+    assert "no verdict (n = 1)" in shown
+    assert "-0.1000" in shown
+
+
 def test_two_runs_of_one_arm_and_seed_are_refused_with_both_paths(make: Make, study: Path):
     twin = make("twin", seed=2, arm="good", config={"optim.lr": 0.5})
     with pytest.raises(UserError) as error:

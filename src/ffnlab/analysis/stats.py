@@ -75,8 +75,11 @@ class Additive:
 
     def scatter(self, values: Float[np.ndarray, " n"], arm: str) -> tuple[float, float]:
         """How much more an arm scatters than the others: the ratio of its residual sd to theirs, and p of
-        "it does not" (an F test of the residuals that it adds). NaN where too little is left of either.
+        "it does not" (an F test of the residuals that it adds). NaN where too little is left of either, so
+        with fewer than three arms.
         """
+        if len(self.arms) < 3:
+            return np.nan, np.nan
         kept = [i for i, name in enumerate(self.names) if name != arm]
         others = Additive([self.names[i] for i in kept], [self.seeds[i] for i in kept])
         theirs, added = others.df, self.df - others.df

@@ -22,24 +22,18 @@ class Tune:
     seeds: list[int]
 
     @classmethod
-    def of(cls, node: Any) -> "Tune":
-        """Raises UserError with all that is wrong."""
-        expected = "{key: optim.lr, values: [0.01, 0.02], seeds: [100, 101]}"
-        node = node if isinstance(node, dict) else {}
-        key, values, seeds = (node.get(name) for name in ("key", "values", "seeds"))
+    def of(cls, key: str, values: Sequence[Any], seeds: Sequence[int]) -> "Tune":
+        """From plain values; raises UserError with all that is wrong."""
         problems = []
-        if set(node) != {"key", "values", "seeds"}:
-            problems.append(f"got the keys {', '.join(node) or '(none)'}")
-        if not isinstance(key, str) or key in SEEDS:
-            problems.append(f"key={key!r} names nothing to tune")
-        if not isinstance(values, list) or len({str(value) for value in values}) < max(2, len(values)):
-            problems.append(f"values={values!r}: there must be two or more, all different")
-        if not isinstance(seeds, list) or not seeds or any(type(seed) is not int for seed in seeds):
-            problems.append(f"seeds={seeds!r}: there must be whole numbers")
+        if key in SEEDS:
+            problems.append(f"key={key}: seeds are not tuned")
+        if len({str(value) for value in values}) < max(2, len(values)):
+            problems.append(f"values={list(values)}: expected two or more, all different")
+        if not seeds:
+            problems.append("seeds=[]: expected one or more, others than those of the study")
         if problems:
-            raise UserError(*(f"hydra.sweeper.tune: {line}; expected {expected}" for line in problems))
-        texts = [f"{key}={'null' if value is None else value}" for value in values or ()]
-        return cls(str(key), texts, list(seeds or ()))
+            raise UserError(*(f"hydra.sweeper.tune.{line}" for line in problems))
+        return cls(key, [f"{key}={'null' if value is None else value}" for value in values], list(seeds))
 
     def check(self, jobs: Sequence[Job]) -> None:
         """Raises UserError where jobs give the key themselves, or run on the seeds of the trials."""

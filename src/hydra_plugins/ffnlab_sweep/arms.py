@@ -13,12 +13,21 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from ffnlab.errors import UserError, report
 from hydra_plugins.ffnlab_sweep import _jobs, _view
 from hydra_plugins.ffnlab_sweep._jobs import Job
 from hydra_plugins.ffnlab_sweep._tune import FOLDER, Tune, arm_of
+
+
+@dataclass
+class TuneConf:
+    """Settings under `hydra.sweeper.tune`: without a key, nothing is tuned."""
+
+    key: str | None = None  # optim.lr
+    values: list[Any] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)  # of the trials, others than those of the runs
 
 
 @dataclass
@@ -28,7 +37,7 @@ class ArmsConf:
     _target_: str = "hydra_plugins.ffnlab_sweep.arms.ArmsSweeper"
     params: dict[str, Any] = field(default_factory=dict)  # a grid: {seed: "range(0,8)"}
     arms: dict[str, list[str]] = field(default_factory=dict)  # {name: [override, ...]}
-    tune: dict[str, Any] | None = None  # {key: optim.lr, values: [...], seeds: [...]}: before the runs
+    tune: TuneConf = field(default_factory=TuneConf)  # before the runs, each arm alike
     command: list[str] | None = None  # the command line, from train.py
 
 
@@ -48,10 +57,10 @@ class ArmsSweeper(Sweeper):
         self,
         params: dict[str, Any],
         arms: dict[str, list[str]],
+        tune: dict[str, Any],
         command: Sequence[str] | None,
-        tune: dict[str, Any] | None = None,
     ):
-        self.params, self.arms, self.command, self.tune = params, arms, command, tune
+        self.params, self.arms, self.tune, self.command = params, arms, tune, command
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's hook: called once, before `sweep`."""
@@ -66,8 +75,8 @@ class ArmsSweeper(Sweeper):
         command = list(arguments if self.command is None else self.command)
         jobs = _jobs.expand(command, self.params, self.arms, self.loader)
         self._refuse_wrong_choices(jobs)
-        if self.tune is not None:
-            self._tune(Tune.of(OmegaConf.to_object(OmegaConf.create(self.tune))), jobs)
+        if self.tune.get("key") is not None:
+            self._tune(Tune.of(self.tune["key"], list(self.tune["values"]), list(self.tune["seeds"])), jobs)
         if self._carry_out(jobs):
             sys.exit(1)
 

@@ -59,9 +59,11 @@ def run(args: argparse.Namespace) -> int:
     {"table": as_table, "md": as_markdown, "csv": as_csv, "json": as_json}[args.format](comparison)
     if args.figure is not None:
         from ffnlab.analysis.dots import paired_dots
+        from ffnlab.analysis.style import style
 
         args.figure.parent.mkdir(parents=True, exist_ok=True)
-        paired_dots(comparison).savefig(args.figure)
+        with style():  # it also says how files are written
+            paired_dots(comparison).savefig(args.figure)
     return 0
 
 

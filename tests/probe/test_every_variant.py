@@ -15,12 +15,15 @@ from ffnlab.probe.weights import vectors
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FFNS = sorted(path.stem for path in (CONFIGS / "ffn").glob("*.yaml") if path.stem != "none")
+LIKE_ANOTHER = {"bilinear", "geglu", "reglu", "reglu2", "tied_reglu", "paired_init", "switch"}
 PROBES = "probe=[activity,weights,top_tokens,coactivation,residual,attention,lambdas]"
 BF16 = partial(torch.autocast, "cpu", torch.bfloat16)
 PER_NEURON = ("weights/up_norm", "weights/down_norm", "weights/up_cosine", "top_tokens/value")
 
 
-@pytest.mark.parametrize("ffn", FFNS)
+@pytest.mark.parametrize(
+    "ffn", [pytest.param(ffn, marks=[pytest.mark.slow] if ffn in LIKE_ANOTHER else []) for ffn in FFNS]
+)
 def test_every_ffn_in_bf16(look, passed, ffn):
     """Every neuron has its numbers, and its vectors are what it multiplies by: x . row is its pre-activation,
     and alone it puts out its column.

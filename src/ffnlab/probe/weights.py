@@ -1,7 +1,5 @@
 """The vectors of each neuron: how long they are, and where they point."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -9,6 +7,7 @@ from torch import Tensor, nn
 
 from ffnlab.errors import UserError
 from ffnlab.probe.base import Captured, Observation, Probe, Site, layers, to_numpy
+from ffnlab.probe.matrices import neuron_weights, ways
 
 
 class Weights(Probe):
@@ -82,30 +81,8 @@ class Weights(Probe):
 
 
 def vectors(ffn: nn.Module) -> dict[str, Float[Tensor, "F D"]]:
-    """What each neuron reads its input with (`up`, `gate`) and writes (`down`), a row each."""
-    found = {name: matrix(getattr(ffn, name, None)) for name in ("up", "gate", "down")}
-    own = {name: weight.detach().float() for name, weight in found.items() if weight is not None}
-    if "down" in own:
-        own["down"] = own["down"].T
-        for name in own.keys() - {"down"}:
-            if len(own[name]) < len(own["down"]):
-                own[name] = torch.cat([own[name], -own[name]])[: len(own["down"])]
-    return own
-
-
-def matrix(module: Any) -> Tensor | None:
-    """What a module multiplies by, (out, in): its weight, `out` times `into`, or `plus` and `minus` side by
-    side; None if it is none of these.
-    """
-    if module is None:
-        return None
-    parts = {name for name, _ in module.named_children()}
-    if parts == {"into", "out"}:
-        return module.out.weight @ module.into.weight
-    if parts == {"plus", "minus"}:
-        return torch.cat([module.plus.weight, module.minus.weight], dim=1)
-    weight = getattr(module, "weight", None)
-    return weight if isinstance(weight, Tensor) and weight.dim() == 2 else None
+    """What each neuron reads its input with (`up`, `gate`) and writes (`down`), a row each, in fp32."""
+    return {way: neuron_weights(ffn, way).detach().float() for way in ways(ffn)}
 
 
 def cosines(rows: Float[Tensor, "F D"], sample: int) -> Float[Tensor, " F"]:

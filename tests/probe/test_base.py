@@ -32,8 +32,7 @@ def test_layers_by_label():
 def test_neurons_of_experts_follow_each_other():
     acts = ["a", "b"]
     values = {Site("a", "input"): torch.zeros(3, 2), Site("b", "input"): torch.ones(3, 4)}
-    captured = Captured(torch.zeros(3, dtype=torch.long), torch.arange(3), values)
-    neurons = captured.neurons(acts, "input")
+    neurons = Captured(torch.zeros(3, dtype=torch.long), values).neurons(acts, "input")
     assert torch.equal(neurons, torch.tensor([[0.0, 0, 1, 1, 1, 1]] * 3))
 
 

@@ -16,8 +16,7 @@ def test_numbers_of_a_layer_by_their_place(look):
         gpt.blocks[3]["ffn"].act.act.beta.fill_(1.5)
         gpt.blocks[0]["residual"]["attn"].norm.alpha.fill_(0.3)
         gpt.norm.alpha.fill_(0.7)
-    none = torch.empty(0, dtype=torch.long)
-    seen = Lambdas(every=1).read(Captured(none, none, {}), gpt).scalars
+    seen = Lambdas(every=1).read(Captured(torch.empty(0, dtype=torch.long), {}), gpt).scalars
     expected = {
         "L02/v": 0.25,
         "L02/ve": 0.75,

@@ -36,7 +36,8 @@ class Attention(Probe):
         return [Site(name, "input", whole=True) for name in self.layers.values()]
 
     def read(self, captured: Captured, model: nn.Module) -> Observation:
-        seen = Observation()
+        seen, rows = Observation(), captured.rows
+        assert rows is not None
         for label, name in self.layers.items():
             attn: Any = model.get_submodule(name)
             if not hasattr(attn, "queries_keys"):
@@ -44,8 +45,8 @@ class Attention(Probe):
             q, k = attn.queries_keys(captured.values[Site(name, "input", whole=True)])
             n = q.shape[2]
             sees = q.new_ones(n, n, dtype=torch.bool).tril() if attn.mask is None else attn.mask[:n, :n]
-            p = distribution(q, k, sees, attn.scale or q.shape[3] ** -0.5, captured.rows)
-            for key, value in by_head(p, sees, captured.rows % n).items():
+            p = distribution(q, k, sees, attn.scale or q.shape[3] ** -0.5, rows)
+            for key, value in by_head(p, sees, rows % n).items():
                 seen.arrays[f"{label}/attention/{key}"] = (to_numpy(value), ("head",))
                 seen.scalars[f"probe/attention/{label}/{key}"] = value.mean().item()
         return seen

@@ -55,12 +55,12 @@ class Captured:
     """What the watched sites held at the N probed positions, a row each, in the order of the probe batch.
 
     Of a site that is `whole`, (W, T, width): all positions of its windows, of which `rows` are the probed
-    ones when they are counted through.
+    ones when they are counted through; None where no site can be whole.
     """
 
     tokens: Int[Tensor, " N"]
-    rows: Int[Tensor, " N"]
     values: dict[Site, Float[Tensor, "..."]]
+    rows: Int[Tensor, " N"] | None = None
 
     def neurons(self, acts: list[str], side: Literal["input", "output"]) -> Float[Tensor, "N F"]:
         """Pre-activations ('input') or post-activations ('output') of all neurons of a layer of `layers`."""

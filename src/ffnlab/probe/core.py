@@ -179,7 +179,7 @@ class Observer:
         return {name: probe for name, probe in self.probes.items() if due(step, probe.every, steps)}
 
     def _observe(self, probes: dict[str, Probe]) -> Observation:
-        captured = Captured(self.tokens.flatten()[self.rows], self.rows, {})
+        captured = Captured(self.tokens.flatten()[self.rows], {}, self.rows)
         wanted = {site for name in probes for site in self.sites[name]}
         result = Observation()
 

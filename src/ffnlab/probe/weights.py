@@ -47,7 +47,7 @@ class Weights(Probe):
 
     def read(self, captured: Captured, model: nn.Module) -> Observation:
         seen = Observation()
-        with torch.autocast(captured.rows.device.type, enabled=False):  # in bf16 a cosine has two digits
+        with torch.autocast(captured.tokens.device.type, enabled=False):  # in bf16 a cosine has two digits
             for label, ffns in self.ffns.items():
                 parts = {ffn: vectors(model.get_submodule(ffn)) for ffn in ffns}
                 for name, values in self._by_neuron(list(parts.values())).items():
@@ -75,7 +75,7 @@ class Weights(Probe):
         """Of the pairs of one FFN, in degrees."""
         front = self.fronts.get(ffn)
         if front not in own:
-            return captured.rows.new_empty(0, dtype=torch.float32)
+            return captured.tokens.new_empty(0, dtype=torch.float32)
         x = captured.values[Site(f"{ffn}.{front}", "input")].float()
         cos = F.normalize(x[~x[:, 0].isnan()]) @ F.normalize(own[front]).T
         return cos.clamp(-1, 1).arccos().rad2deg().flatten()

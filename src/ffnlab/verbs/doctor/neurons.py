@@ -70,7 +70,7 @@ def look(subject: Subject) -> dict[str, Seen]:
         label = label_of[site]
         held[label][site] = rows.float()
         if held[label].keys() == sites[label]:  # the values of a layer are let go as soon as they are read
-            captured = Captured(tokens.flatten(), torch.arange(tokens.numel()), held.pop(label))
+            captured = Captured(tokens.flatten(), held.pop(label))
             found[label] = read(model, captured, of_layer[label], names, choosers.get(label))
 
     with aside(model, subject.autocast):

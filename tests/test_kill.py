@@ -21,6 +21,8 @@ TINY = [
     "threshold=learned", "model.dropout=0.1", "checkpoint.every=5", "probe.scan_tokens=64", "probe.tokens=16",
     "logger=none", "train.precision=fp32", "train.threads=1", "train.steps=20",
 ]  # fmt: skip
+REGISTRY = Path(__file__).resolve().parents[1] / "configs/probe"
+ALL_PROBES = f"probe=[{','.join(sorted(path.stem for path in REGISTRY.glob('*.yaml')))}]"
 # A run that kills itself with SIGKILL right after the row of the step in the variable DIE_AT.
 DYING = """
 import os, signal, sys
@@ -86,13 +88,12 @@ def test_killed_twice_then_resumed(tmp_path: Path, root: Path):
     """SIGKILL before the first checkpoint, in mid-run, at an evaluation: the end is the same, also for probes
     that remember what they saw.
     """
-    probes = "probe=[default,trace,crossings,gradients,sparsity]"
-    assert train(root, tmp_path / "whole", probes).returncode == 0
+    assert train(root, tmp_path / "whole", ALL_PROBES).returncode == 0
     for step in (3, 12, 17):
-        killed = train(root, tmp_path / "killed", probes, die_at=step)
+        killed = train(root, tmp_path / "killed", ALL_PROBES, die_at=step)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert json.loads((tmp_path / "killed/run.json").read_text())["status"] == "running"
-    last = train(root, tmp_path / "killed", probes)
+    last = train(root, tmp_path / "killed", ALL_PROBES)
     assert last.returncode == 0, last.stderr
     assert_same(tmp_path / "whole", tmp_path / "killed", 20)
     seen = arrays(tmp_path / "whole")
@@ -140,8 +141,7 @@ def test_compiled_run(tmp_path: Path, root: Path):
     small = ("train.steps=4", "model.dropout=0", "probe.every_step_until=4")
     eager = train(root, tmp_path / "eager", *small)
     assert eager.returncode == 0, eager.stderr
-    probes = "probe=[default,trace,crossings,gradients,sparsity]"
-    compiled = train(root, tmp_path / "compiled", *small, probes, "train.compile=true")
+    compiled = train(root, tmp_path / "compiled", *small, ALL_PROBES, "train.compile=true")
     assert compiled.returncode == 0, compiled.stderr
     assert "recompile" not in compiled.stderr
     for a, b in zip(rows(tmp_path / "eager"), rows(tmp_path / "compiled"), strict=True):

@@ -126,7 +126,8 @@ def test_probes_leave_training_bit_identical(tmp_path: Path):
 def test_what_a_run_records_of_its_neurons(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Gradients of updates, a trace of every step, texts of the tokens, what each probe took; the sizes are
     said before."""
-    overrides = [ALL_PROBES, "probe.every=2", "probe.every_step_until=1", "probe.trace.layers=[1]"]
+    probes = "probe=[default,trace,crossings,gradients,sparsity]"
+    overrides = [probes, "probe.every=2", "probe.every_step_until=1", "probe.trace.layers=[1]"]
     start(tmp_path / "run", "train.steps=6", *overrides, "checkpoint.weights_every=3")
     said = capsys.readouterr().out
     assert "3 snapshots of the weights, " in said

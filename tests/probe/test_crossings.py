@@ -44,9 +44,8 @@ def looks(*on: list[list[int]]):
     model.blocks[0]["ffn"] = torch.nn.ModuleDict({"act": torch.nn.ReLU()})  # pyright: ignore
     for table in on:
         pre = torch.where(torch.tensor(table).bool(), 1.0, -1.0)
-        yield probe.read(
-            Captured(torch.zeros(len(table), dtype=torch.long), {Site(ACT, "input"): pre}), model
-        )
+        places = torch.arange(len(table))
+        yield probe.read(Captured(tokens=places, rows=places, values={Site(ACT, "input"): pre}), model)
 
 
 def test_crossings_by_hand():

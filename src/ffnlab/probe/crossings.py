@@ -7,8 +7,9 @@ expert does not get, its neurons are off.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from ffnlab.probe.base import Captured, Observation, Probe, Site, layers, thresholds
@@ -18,9 +19,9 @@ from ffnlab.probe.base import Captured, Observation, Probe, Site, layers, thresh
 class Pairs:
     """What is remembered of the pairs of one layer."""
 
-    on: Bool[Tensor, "N F"]  # at the last look
-    ever: Bool[Tensor, "N F"]  # at any look
-    flips: Int[Tensor, "N F"]  # how often on and off have changed
+    on: np.ndarray  # (N, F) bool: at the last look
+    ever: np.ndarray  # (N, F) bool: at any look
+    flips: np.ndarray  # (N, F) int32: how often on and off have changed
 
 
 class Crossings(Probe):
@@ -47,40 +48,51 @@ class Crossings(Probe):
         return [Site(act, "input") for acts in self.layers.values() for act in acts]
 
     def state(self) -> dict[str, Any]:
-        return {label: dict(vars(pairs)) for label, pairs in self.pairs.items()}
+        return {
+            label: {key: torch.from_numpy(values.copy()) for key, values in vars(pairs).items()}
+            for label, pairs in self.pairs.items()
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.pairs = {label: Pairs(**tensors) for label, tensors in state.items()}
+        self.pairs = {
+            label: Pairs(**{key: tensor.numpy() for key, tensor in tensors.items()})
+            for label, tensors in state.items()
+        }
 
     def read(self, captured: Captured, model: nn.Module) -> Observation:
         seen = Observation()
         for label, acts in self.layers.items():
-            on = torch.cat([exceeds(captured, model, act) for act in acts], dim=1).cpu()
+            on = torch.cat([exceeds(captured, model, act) for act in acts], dim=1).cpu().numpy()
             for name, (part, whole) in self.look(label, on).items():
                 if name != "recovery_rate":
-                    by_neuron = part.sum(0) / whole.sum(0)  # 0 / 0 is NaN
-                    seen.arrays[f"{label}/crossings/{name}"] = (by_neuron.numpy(), ("neuron",))
-                if whole.any():
-                    value = part.sum().item() / whole.sum().item()
-                    seen.scalars[f"probe/crossings/{label}/{name}"] = value
+                    by_neuron = np.where(whole > 0, part / np.maximum(whole, 1), np.nan).astype(np.float32)
+                    seen.arrays[f"{label}/crossings/{name}"] = (by_neuron, ("neuron",))
+                if pairs := int(whole.sum()):
+                    seen.scalars[f"probe/crossings/{label}/{name}"] = int(part.sum()) / pairs
         return seen
 
-    def look(self, label: str, on: Bool[Tensor, "N F"]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Remembers what is on; what is counted at this look, and over which pairs."""
-        none, before = torch.zeros_like(on), self.pairs.get(label)
+    def look(self, label: str, on: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Remembers what is on, (N, F); by neuron, what is counted at this look, and over how many pairs."""
+        none, before = np.zeros_like(on), self.pairs.get(label)
         if before is None:
-            was_on, was_off, ever, flips = none, none, none, none.int()
+            was_on, was_off, ever, flips = none, none, none, none.astype(np.int32)
         else:
             was_on, was_off, ever, flips = before.on, ~before.on, before.ever, before.flips
         fell, rose = was_on & ~on, was_off & on
         now = self.pairs[label] = Pairs(on, ever | on, flips + (fell | rose))
+        everyone = np.full(on.shape[1], len(on))
         return {
-            "ever_active_frac": (now.ever, ~none),
-            "flips_mean": (now.flips, ~none),
-            "on_off_rate": (fell, was_on),
-            "off_on_rate": (rose, was_off),
-            "recovery_rate": (rose & ever, was_off & ever),
+            "ever_active_frac": (tally(now.ever), everyone),
+            "flips_mean": (now.flips.sum(0), everyone),
+            "on_off_rate": (tally(fell), tally(was_on)),
+            "off_on_rate": (tally(rose), tally(was_off)),
+            "recovery_rate": (tally(rose & ever), tally(was_off & ever)),
         }
+
+
+def tally(pairs: np.ndarray) -> np.ndarray:
+    """The number of a neuron's pairs of which something is true."""
+    return np.count_nonzero(pairs, axis=0)
 
 
 def exceeds(captured: Captured, model: nn.Module, act: str) -> Bool[Tensor, "N F"]:

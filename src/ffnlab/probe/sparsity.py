@@ -5,12 +5,13 @@ in gated FFNs. It is 0 for the neurons of an expert on tokens that the expert do
 gates are left out.
 """
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ffnlab.errors import UserError
-from ffnlab.probe.base import Captured, Observation, Probe, Site, layers
+from ffnlab.probe.base import Captured, Observation, Probe, Site, layers, to_numpy
 from ffnlab.probe.matrices import neuron_weights
 
 SEARCH = 12  # halvings: the share of pairs is found to 1 / 4096
@@ -74,12 +75,12 @@ class Sparsity(Probe):
 
 def energy_frac(hidden: Float[Tensor, "N F"], energy: float) -> float | None:
     """See `Sparsity`; None where no token has any energy."""
-    squares = hidden.square().sort(dim=1, descending=True).values.double().cumsum(1)
+    squares = np.sort(np.square(to_numpy(hidden)), axis=1)[:, ::-1].cumsum(1, dtype=np.float64)
     squares = squares[squares[:, -1] > 0]
     if not len(squares):
         return None
     short = squares < energy * squares[:, -1:]
-    return ((short.sum(1) + 1.0) / hidden.shape[1]).mean().item()
+    return float((short.sum(1) + 1.0).mean()) / hidden.shape[1]
 
 
 def truncate(
@@ -92,16 +93,16 @@ def truncate(
         if not counted.any():
             return None
         sizes = hidden.abs() * weights.norm(dim=1)
-        ordered = sizes.flatten().sort().values
+        ordered = np.sort(to_numpy(sizes).ravel())
 
-        def error(threshold: Tensor) -> float:
+        def error(threshold: float) -> float:
             tail = torch.where(sizes < threshold, hidden, 0.0) @ weights
             return (tail.norm(dim=1)[counted] / whole[counted]).mean().item()
 
         low, high = 0.0, 1.0  # shares of the pairs: dropped without doubt, too many
         for _ in range(SEARCH):
             middle = (low + high) / 2
-            within = error(ordered[int(middle * len(ordered))]) <= limit
+            within = error(float(ordered[int(middle * len(ordered))])) <= limit
             low, high = (middle, high) if within else (low, middle)
-        threshold = ordered[int(low * len(ordered))]
-        return ((sizes >= threshold) & (sizes > 0)).float().mean().item(), threshold.item()
+        threshold = float(ordered[int(low * len(ordered))])
+        return ((sizes >= threshold) & (sizes > 0)).float().mean().item(), threshold

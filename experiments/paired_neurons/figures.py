@@ -1,0 +1,8 @@
+"""Reads outputs/paired_neurons, writes results/: the arms against `mlp`, every run, the layers at the end."""
+
+from pathlib import Path
+
+from ffnlab.analysis.study import conclude, script
+
+if __name__ == "__main__":
+    script(lambda: conclude(Path(__file__).parent, baseline="mlp"))

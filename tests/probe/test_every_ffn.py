@@ -75,6 +75,7 @@ def test_every_probe_in_half_precision_and_checkpointed(ffn, dtype):
         assert half.scalars[name] == pytest.approx(full.scalars[name], rel=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:ffn.d_ff=3072 is given")
 def test_the_record_of_a_large_run_is_small():
     """12 layers of 3072 neurons over 600 steps: under 300 MB before compression."""
     cfg, _ = build.compose(

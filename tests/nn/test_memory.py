@@ -111,7 +111,7 @@ def test_each_optimizer_is_counted_by_its_state(optim, moments):
 
 def peak_agrees(size: str, optim: str, precision: str, checkpointed: bool) -> None:
     """E104: the largest number of bytes in use during a real update, within 2 %."""
-    how = {"vocab": 2000, "batch": 1, "precision": precision, "checkpointed": checkpointed}
+    how: dict[str, Any] = {"vocab": 2000, "batch": 1, "precision": precision, "checkpointed": checkpointed}
     memory, _ = estimated(f"model={size}", f"optim={optim}", **how)
     waiting, peak = real(f"model={size}", f"optim={optim}", **how)
     assert memory.peak == pytest.approx(peak, rel=0.02)
@@ -163,7 +163,7 @@ def test_every_kind_of_part_is_counted(overrides, precision):
 
 def test_gradients_wait_while_the_next_batch_is_computed():
     """With `grad_accum` they are there from the second forward pass on."""
-    how = {"vocab": 2000, "batch": 1}
+    how: dict[str, Any] = {"vocab": 2000, "batch": 1}
     once, _ = estimated(*SMALL, "model.d_model=128", **how)
     twice, _ = estimated(*SMALL, "model.d_model=128", grad_accum=2, **how)
     assert twice.peak == pytest.approx(real(*SMALL, "model.d_model=128", grad_accum=2, **how)[1], rel=0.02)
@@ -179,7 +179,7 @@ def test_checkpointed_blocks_keep_less():
 
 def test_logits_of_other_devices_stand_in_larger_chunks():
     """4 x 256 positions x 2**14 words are 64 MiB of fp32 logits: one chunk of 512 MiB, eight of 8 MiB."""
-    how = {"vocab": 2**14, "batch": 4}
+    how: dict[str, Any] = {"vocab": 2**14, "batch": 4}
     small, _ = estimated(*SMALL, "model.seq_len=256", **how)
     large, _ = estimated(*SMALL, "model.seq_len=256", device="cuda", **how)
     assert large.peak - small.peak > 2 * (64 - 8) * 2**20

@@ -39,6 +39,14 @@ def has_bf16(device: torch.device) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def has_fp16(device: torch.device) -> bool:
+    """Whether the hardware multiplies fp16: AVX512-FP16 or AMX-FP16 on a CPU, any CUDA or MPS device."""
+    if device.type != "cpu":
+        return True
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_fp16") or found.get("amx_fp16"))
+
+
 def choose_precision(wish: str, device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
     """`auto`: bf16 where the hardware has it, else fp32. Raises UserError for bf16 where it is only
     emulated.

@@ -158,7 +158,9 @@ def test_stress_input_stays_finite(name, act, dtype, make_ffn):
     assert all(p.grad.isfinite().all() for p in ffn.parameters())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in {"moe", "switch"} else n for n in NAMES]
+)
 def test_derivatives_by_finite_differences(name, make_ffn):
     act, _ = FORMULAS[name]
     ffn = make_ffn(name, act, d_model=4, d_ff=6, bias=ALL).double()

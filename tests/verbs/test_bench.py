@@ -1,6 +1,7 @@
 """`ffnlab bench`: its arithmetic and its words on the smallest models; nothing depends on speed."""
 
 import argparse
+import csv
 import json
 
 import pytest
@@ -131,6 +132,58 @@ def test_probes_show_a_table(capsys):
     text = benched(capsys, "probes", *SMALL, "probe.tokens=8", "--vocab-size", "300", "--rounds", "1")
     assert "preact" in text
     assert "The probes take " in text
+
+
+def test_ffns_are_compared_at_matched_parameters(capsys, tmp_path):
+    file = tmp_path / "rows.csv"
+    text = benched(
+        capsys, "ffn", *SMALL, "model.d_model=32", "--variants", "swiglu", "moe", "--acts", "gelu",
+        "--rounds", "2", "--tokens", "16", "--csv", str(file), "--json",
+    )  # fmt: skip
+    rows = json.loads(text)["rows"]
+    assert [r["name"] for r in rows if r["section"] == "variants"] == ["mlp", "swiglu", "moe"]
+    assert [r["name"] for r in rows if r["section"] == "activations"] == ["mlp gelu", "glu gelu"]
+    assert {"one_call", "precision", "checkpointing"} < {r["section"] for r in rows}
+    by_name = {r["name"]: r for r in rows}
+    mlp, swiglu = by_name["mlp"], by_name["swiglu"]
+    assert mlp["time_ratio"] == 1
+    assert mlp["parameter_bytes"] == 2 * 4 * 32 * 128
+    assert swiglu["parameter_bytes"] == pytest.approx(mlp["parameter_bytes"], rel=0.05)
+    assert by_name["moe"]["experts"] == 8
+    assert by_name["checkpointed"]["saved_bytes"] < by_name["plain"]["saved_bytes"]
+    for row in rows:
+        assert min(row["forward_ms"], row["time_ratio"], row["flop_rate_ratio"], row["matrix_rate_frac"]) > 0
+        assert row["forward_ms"] <= row["forward_backward_ms"]
+        assert row["saved_bytes"] <= row["peak_bytes"]
+    with file.open() as written:
+        assert [r["name"] for r in csv.DictReader(written)] == [r["name"] for r in rows]
+
+
+def test_ffn_tables_show_every_section(capsys):
+    text = benched(capsys, "ffn", *SMALL, "--variants", "switch", "--rounds", "1", "--tokens", "16")
+    for word in ("FFN variants", "E76", "E77", "E78", "switch, 8 experts, top 1"):
+        assert word in text
+
+
+def test_ffn_takes_its_choices_from_its_own_options(capsys):
+    with pytest.raises(UserError) as error:
+        benched(capsys, "ffn", "ffn=swiglu", "--variants", "swiglo", "--acts", "gello")
+    assert len(error.value.problems) == 3
+    assert "Did you mean 'swiglu'" in str(error.value)
+    with pytest.raises(UserError, match="--tokens 0"):
+        benched(capsys, "ffn", "--tokens", "0")
+
+
+def test_shapes_have_equal_parameters(capsys):
+    options = ("--depths", "1", "2", "--rounds", "2", "--tokens", "16")
+    rows = json.loads(benched(capsys, "shapes", "model.d_model=64", *SMALL[2:], *options, "--json"))["rows"]
+    sizes = [row["parameters"] for row in rows]
+    assert len(rows) == 2
+    assert max(sizes) <= 1.02 * min(sizes)
+    assert rows[0]["d_model"] > rows[1]["d_model"]
+    assert all(row["tok_per_s"] > 0 and row["matrix_rate_frac"] > 0 for row in rows)
+    with pytest.raises(UserError, match="--depths 0"):
+        benched(capsys, "shapes", "--depths", "0", "3")
 
 
 def test_rounds_must_be_positive(capsys):

@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ffnlab import build
 from ffnlab.data.tokenizers import GPT2
 from ffnlab.errors import UserError
 from ffnlab.formats.vocabulary import byte_level
 from ffnlab.nn.count import count, total
 from ffnlab.nn.gpt import GPT
 from ffnlab.probe import Observer, ProbeSettings
-from ffnlab.probe.activity import Activity
-from ffnlab.probe.preact import Preact
 from ffnlab.record.checkpoint import load, newest_complete
 from ffnlab.record.rundir import load_config, read_info
 from ffnlab.trained import Trained, trained_model
@@ -149,7 +148,7 @@ def test_an_imported_model_can_be_probed(save: Callable[..., Path], tmp_path: Pa
     )
     mask = torch.zeros(TOKENS.shape, dtype=torch.bool)
     mask[:, 3:7] = True
-    probes = {"activity": Activity(every=10, eps=0.01, bins=50), "preact": Preact(every=10)}
+    probes = build.probes(build.compose(["probe=[activity,preact]"])[0])
     seen = Observer(ours, probes, settings, steps=0, batch=(TOKENS, mask), scan=None).observe(0)
     pre: list[Tensor] = []
     for block in reference.transformer.h:

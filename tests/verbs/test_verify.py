@@ -51,6 +51,8 @@ def chunk(run: Path) -> None:
     file.write_bytes(file.read_bytes()[:5])
 
 
+pytestmark = pytest.mark.slow  # trains a run first
+
 DAMAGES = {
     "no config.yaml": lambda run: (run / "config.yaml").unlink(),
     "run.json is missing": lambda run: (run / "run.json").unlink(),

@@ -27,6 +27,7 @@ class Head(nn.Linear):
         super().__init__(d_model, padded_vocab, bias=False)
         self.softcap = softcap
         self.n_valid = vocab_size if mask_padding else padded_vocab
+        self.imagined_on: str | None = None  # a kind of device, where only memory is asked for (nn.memory)
 
     def logits(self, h: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
         """All logits in fp32, for sampling and for small inputs."""
@@ -39,7 +40,10 @@ class Head(nn.Linear):
         dtype = (
             torch.get_autocast_dtype(h.device.type) if torch.is_autocast_enabled(h.device.type) else h.dtype
         )
-        return ChunkedCrossEntropy.apply(h, self.weight, targets, self.softcap, self.n_valid, dtype)
+        rows = chunk_rows(self.weight.shape[0], self.imagined_on or h.device.type)
+        stop = min(2 * rows, len(h)) if self.imagined_on else len(h)  # each chunk takes as much memory
+        options = (self.softcap, self.n_valid, dtype, rows, stop)
+        return ChunkedCrossEntropy.apply(h, self.weight, targets, *options)
 
 
 def mask_from(z: Tensor, n_valid: int) -> Tensor:
@@ -63,14 +67,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         n_valid: int,
         dtype: torch.dtype,
+        rows: int,
+        stop: int,
     ) -> Tensor:
         need_h, need_w = ctx.needs_input_grad[:2]
         h_low, w_low = h.to(dtype), weight.to(dtype)
         grad_h = torch.empty_like(h) if need_h else None
         grad_w = torch.zeros_like(weight, dtype=torch.float32) if need_w else None
         total = torch.zeros((), dtype=torch.float32, device=h.device)
-        rows = chunk_rows(weight.shape[0], h.device.type)
-        for start in range(0, len(h), rows):
+        for start in range(0, stop, rows):
             part = slice(start, start + rows)
             loss, grad = chunk(h_low[part] @ w_low.T, targets[part], softcap, n_valid, need_h or need_w)
             total += loss
@@ -90,7 +95,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_h, grad_w = ctx.saved_tensors
         out_h = None if grad_h is None else (grad_h * grads[0]).to(grad_h.dtype)
         out_w = None if grad_w is None else (grad_w * grads[0]).to(ctx.weight_dtype)
-        return out_h, out_w, None, None, None, None
+        return out_h, out_w, None, None, None, None, None, None
 
 
 def chunk_rows(vocab: int, device: str) -> int:

@@ -15,7 +15,7 @@ from ffnlab.layers import layer_expansions
 from ffnlab.nn.count import TRAINING, Cost, count, tied, total
 from ffnlab.nn.ffn.base import FeedForward
 from ffnlab.nn.gpt import GPT
-from ffnlab.nn.memory import Memory, estimate, imagined
+from ffnlab.nn.memory import estimate, imagined
 from ffnlab.validate import validate
 from ffnlab.verbs import mebibytes, quantity, show, vocabulary
 
@@ -54,8 +54,11 @@ def summarise(cfg: Mapping[str, Any], choices: Mapping[str, Any], vocab_size: in
             model,
             build.optimizer(cfg, model),
             batch_size=train["batch_size"],
-            precision=autocast(device, precision),
+            grad_accum=train["grad_accum"],
+            # Imagined tensors lie on the CPU, wherever the run will be.
+            precision=autocast(torch.device("cpu"), precision),
             checkpointed=train["checkpoint_activations"],
+            device=device.type,
         )
         whole = total(costs.values())
         return {
@@ -75,7 +78,7 @@ def summarise(cfg: Mapping[str, Any], choices: Mapping[str, Any], vocab_size: in
             "batch": {"sequences": train["batch_size"], "tokens": train["batch_size"] * model.seq_len},
             "precision": precision,
             "optimizer": choices["optim"],
-            "memory": memory_facts(memory),
+            "memory": dataclasses.asdict(memory),
         }
 
 
@@ -100,10 +103,6 @@ def ffn_facts(
     }
 
 
-def memory_facts(memory: Memory) -> dict[str, int]:
-    return {**dataclasses.asdict(memory), "total": memory.total}
-
-
 def present(facts: Mapping[str, Any]) -> None:
     """The same figures as tables and sentences."""
     m, whole, ffn, memory = facts["model"], facts["total"], facts["ffn"], facts["memory"]
@@ -122,12 +121,11 @@ def present(facts: Mapping[str, Any]) -> None:
     print(ffn_line(ffn))
     step = quantity(facts["training_flops_per_token"] * facts["batch"]["tokens"], "FLOP")
     print(f"A step of {facts['batch']['tokens']:,} tokens costs {step}, forward and backward.\n")
-    names = {**{kind: str(kind) for kind in memory}, "optimizer": f"optimizer ({facts['optimizer']})"}
-    lines = [(names[kind], mebibytes(size)) for kind, size in memory.items()]
+    names = {"optimizer": f"optimizer ({facts['optimizer']})", "peak": "peak of an update"}
     show(
         f"training memory: {facts['batch']['sequences']} x {m['seq_len']} tokens, {facts['precision']}",
         ("kind", "bytes"),
-        lines,
+        [(str(names.get(kind, kind)), mebibytes(size)) for kind, size in memory.items()],
     )
 
 

@@ -1,4 +1,4 @@
-"""The probes timed one by one, beside the training step that they watch."""
+"""What each probe costs, and its share of a run's time: timed one by one, beside the step that they watch."""
 
 import argparse
 import json
@@ -20,16 +20,13 @@ from ffnlab.verbs.bench.steps import Bench
 WINDOWS = 4  # of the probe batch
 
 
-def add_parser(what: Any) -> None:
-    parser = what.add_parser("probes", help="what each probe costs, and its share of a run's time")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="instead of the data's")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="steps and looks (default 5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(bench=bench_probes)
 
 
-def bench_probes(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Training step, look and scan in turn, so that a busy machine disturbs each of them alike."""
     if args.rounds < 1:
         raise UserError(f"--rounds {args.rounds}: expected at least 1")

@@ -112,6 +112,9 @@
     form.elements.next.addEventListener("click", move(1));
     form.addEventListener("change", show);
     form.addEventListener("submit", (event) => event.preventDefault());
+    // Begin at a neuron of which everything is shown.
+    const traced = layers[form.elements.layer.value].trace;
+    if (traced) form.elements.neuron.value = traced.neurons[0];
     show();
   }
 })();

@@ -16,6 +16,7 @@ import zarr
 from ffnlab.analysis.report import report
 from ffnlab.analysis.report.explorer import packed, spread
 from ffnlab.analysis.runs import Run
+from ffnlab.errors import UserError
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.neurons import NeuronRecord
 
@@ -116,6 +117,21 @@ def test_values_that_are_not_finite_and_places_that_are_few():
     assert spread(0, 64).size == 0
     places = spread(1000, 64)
     assert (places[0], places[-1], len(places)) == (0, 999, 64)
+
+
+def test_a_damaged_record_is_said_and_not_a_bug(run: Run, tmp_path: Path):
+    texts = tmp_path / "texts"
+    shutil.copytree(run.path, texts)
+    (texts / "tokens.json").write_text('{"text": "x"}')
+    with pytest.raises(UserError, match="does not hold the texts"):
+        report([Run(texts)], [])
+    chunks = tmp_path / "chunks"
+    shutil.copytree(run.path, chunks)
+    for chunk in (chunks / "neurons.zarr/L00/activity/active_frac/c").rglob("*"):
+        if chunk.is_file():
+            chunk.write_bytes(chunk.read_bytes()[:5])
+    with pytest.raises(UserError, match="ffnlab verify"):
+        report([Run(chunks)], [])
 
 
 @pytest.mark.slow

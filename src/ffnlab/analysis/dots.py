@@ -21,7 +21,7 @@ def _drawn(comparison: Comparison) -> Figure:
     names = [name for name in comparison.arms if comparison.values[name]]
     question = comparison.question
     seeds = sorted({seed for name in names for seed in comparison.values[name]})
-    picture = Figure(figsize=(max(4.0, 1.2 + 1.1 * len(names)), 3.6), layout="constrained")
+    picture = Figure(figsize=(max(5.0, 1.2 + 1.1 * len(names)), 3.6), layout="constrained")
     axes = picture.subplots()
     base = float(np.mean(list(comparison.values[question.baseline].values())))
     axes.axhline(base, color=GREY, linewidth=1, linestyle="--", zorder=1)
@@ -49,7 +49,7 @@ def _drawn(comparison: Comparison) -> Figure:
     axes.set_xticks(range(len(names)), labels, rotation=30 if max(map(len, names)) > 10 else 0, ha="right")
     axes.set_xlim(-0.5, len(names) - 0.5)
     axes.set_ylabel(comparison.metric)
-    band = "" if question.margin is None else f", band: margin ±{question.margin:g}"
+    band = "" if question.margin is None else f"\nband: margin ±{question.margin:g}"
     level = f"{100 * (1 - question.alpha):g} % CI"
     axes.set_title(
         "dots: runs, joined by seed\n"

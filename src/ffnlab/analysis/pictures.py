@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ffnlab.analysis.figures import Drawing, Missing, Options, entries
-from ffnlab.analysis.runs import Run
+from ffnlab.analysis.runs import Run, reading
 from ffnlab.analysis.style import style
 from ffnlab.record.files import disk_error, write_atomic
 
@@ -31,7 +31,8 @@ def draw(
     paths, missing = [], {}
     for name in names:
         try:
-            drawing = entries()[name].draw(run, options)
+            with reading(run):
+                drawing = entries()[name].draw(run, options)
         except Missing as error:
             missing[name] = error
         else:

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -106,4 +108,20 @@ class Run:
         file = self.path / "tokens.json"
         if not file.exists():
             return {}
-        return {int(token): text for token, text in json.loads(file.read_text("utf-8"))["text"].items()}
+        try:
+            return {
+                int(token): str(text) for token, text in json.loads(file.read_text("utf-8"))["text"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{file} does not hold the texts of tokens ({error}): move it away") from None
+
+
+@contextmanager
+def reading(run: Run) -> Iterator[None]:
+    """Within it a damaged chunk of the record is what the user can mend, not our bug."""
+    try:
+        yield
+    except RuntimeError as error:  # of zarr's codecs
+        raise UserError(
+            f"{run.path / 'neurons.zarr'} is damaged ({error}): `ffnlab verify {run.path}` says where"
+        ) from error

@@ -13,7 +13,7 @@ from ffnlab.analysis.figures import Missing, Options, entries
 from ffnlab.analysis.pictures import render
 from ffnlab.analysis.report.explorer import explorer
 from ffnlab.analysis.report.layers import layer_table
-from ffnlab.analysis.runs import Run
+from ffnlab.analysis.runs import Run, reading
 
 DPI = 90  # of the figures: sharp at the width of a page, and small
 
@@ -41,6 +41,8 @@ def report(runs: Sequence[Run], figures: Sequence[str] | None = None) -> str:
 
 def section(run: Run, figures: Sequence[str] | None, number: int) -> dict[str, Any]:
     """What the page says about one run."""
+    with reading(run):
+        neurons = explorer(run)
     return {
         "id": f"run{number}",
         "name": run.name,
@@ -49,7 +51,7 @@ def section(run: Run, figures: Sequence[str] | None, number: int) -> dict[str, A
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         "layers": layer_table(run),
         "figures": drawn(run, figures),
-        "explorer": explorer(run),
+        "explorer": neurons,
     }
 
 

@@ -5,11 +5,12 @@ from typing import Any
 from ffnlab.analysis.figures import Drawing, Missing, Options, figure
 from ffnlab.analysis.panels import grid, sheet
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import BLACK, BLUE, GREEN, RED, ordered, printable
+from ffnlab.analysis.style import BLACK, BLUE, GREEN, GREY, RED, ordered, printable
 from ffnlab.record.table import read_table
 
 LOOKS = {"c": (BLUE, "-", "o"), "eps": (GREEN, "--", "s"), "top_k": (RED, ":", "^")}
 WAYS = {"c": "a higher C", "eps": "small ones to 0", "top_k": "the largest of each token"}
+KNEE = 0.01  # nats: what a sparser run may lose
 RISE = "rise of the validation loss (nats)"
 
 
@@ -43,10 +44,13 @@ def sparsify(run: Run, options: Options) -> Drawing:
         panel.axhline(0, color=BLACK, linewidth=0.6)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=7)
+    axes["all layers"].axhline(KNEE, color=GREY, linewidth=0.8, linestyle=":")
+    knees = ", ".join(f"{WAYS[method]} {knee(curve(rows, method, 'all')):.1%}" for method in methods)
     dense = next(row for row in rows if row["method"] == "none" and row["layer"] == "all")
     caption = (
         f"Unchanged, the run has a loss of {dense['loss']:.4f} nats with {dense['active_frac']:.1%} of the "
         "(token, neuron) pairs active. Bars: standard error of the rise over batches of the same windows. "
+        f"Dotted: {KNEE:g} nats; up to there the active fraction falls to: {knees or 'nothing tried'}. "
         f"Right: {WAYS[methods[0]] if methods else 'nothing'} in one layer, the others as they are."
     )
     return Drawing(picture, caption)
@@ -60,6 +64,16 @@ def curve(
     own.sort(key=lambda row: -row["active_frac"])
     x, y, error = ([row[key] for row in own] for key in ("active_frac", "rise", "rise_se"))
     return x, y, [e if e == e else 0.0 for e in error]  # one batch has no standard error
+
+
+def knee(line: tuple[list[float], list[float], list[float]]) -> float:
+    """The smallest active fraction before the loss first rises by more than KNEE."""
+    reached = line[0][0]
+    for frac, rise in zip(line[0], line[1], strict=True):
+        if not rise <= KNEE:
+            break
+        reached = frac
+    return reached
 
 
 @figure("Validation loss without one layer's FFN, without the never active, the least and the most active.")

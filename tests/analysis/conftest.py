@@ -12,11 +12,29 @@ import yaml
 from ffnlab.analysis.runs import Run
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.neurons import NeuronRecord
+from ffnlab.record.table import write_table
 
 C = 0.1  # the threshold of every layer at the start; it rises by as much over the run
 ROLES = ("up", "down")
 WORDS = (" the", " of", "\n", " $5", "字", " a_b^c", "\x00", "$x$", " nation", "'")
 EDGES = np.linspace(-3, 3, 61, dtype=np.float32)
+
+
+def write_interventions(path: Path, layers: Sequence[str], neurons: int) -> None:
+    """What `ffnlab sparsify` and `ffnlab ablate` leave: the rise is 0.1 nats for each halving."""
+    columns = ("method", "layer", "kept_frac", "active_frac", "loss", "rise", "rise_se")
+    rows = []
+    for layer in ("all", *layers):
+        for halvings, method in [(0, "none"), *((i, m) for m in ("c", "top_k") for i in (1, 2, 3))]:
+            frac = 0.4 * 0.5**halvings
+            values = (method, layer, frac, frac, 3 + 0.1 * halvings, 0.1 * halvings, 0.01)
+            rows.append(dict(zip(columns, values, strict=True)))
+    write_table(path / "sparsify.csv", columns, rows)
+    columns = ("what", "layer", "neurons", "loss", "rise", "rise_se")
+    rows = [dict(zip(columns, ("nothing", "all", 0, 3.0, 0.0, 0.0), strict=True))]
+    for i, layer in enumerate(layers):
+        rows.append(dict(zip(columns, ("ffn", layer, neurons, 3.5 + i, 0.5 + i, float("nan")), strict=True)))
+    write_table(path / "ablate.csv", columns, rows)
 
 
 def write_run(
@@ -39,6 +57,7 @@ def write_run(
     (path / "config.yaml").write_text(yaml.safe_dump({"seed": 0, "probe": probe}))
     (path / "run.json").write_text(json.dumps({"status": "done", "id": "0", "name": path.name}))
     texts = {str(i): word for i, word in enumerate(WORDS)}
+    write_interventions(path, layers, neurons)
     (path / "tokens.json").write_text(json.dumps({"seq_len": 16, "text": texts}), encoding="utf-8")
     metrics, record = Metrics(path / "metrics.jsonl"), NeuronRecord(path / "neurons.zarr", budget_gib=8)
     pairs = {layer: Pairs(rng, tokens, neurons, experts) for layer in layers}

@@ -91,6 +91,13 @@ def test_curves_are_the_record(recorded: Run, name: str, key: str):
     assert list(lines(draw(recorded, name, layers=("L01",)))) == ["L01"]
 
 
+def test_losses_with_fewer_neurons_are_those_of_the_tables(recorded: Run):
+    (drawn,) = (v for k, v in lines(draw(recorded, "sparsify"), 1).items() if k == "L01")
+    np.testing.assert_allclose(drawn, [(0.4 * 0.5**i, 0.1 * i) for i in range(4)])
+    bars = draw(recorded, "ablate").picture.axes[0].patches
+    assert [bar.get_width() for bar in bars] == [0.5, 1.5, 2.5]  # type: ignore[attr-defined]
+
+
 def test_loss_is_smoothed_over_finite_values():
     values = np.array([1.0, np.nan, 3.0, 5.0, np.inf])
     np.testing.assert_allclose(smoothed(values, 3), [1, 2, 4, 4, 5])

@@ -17,7 +17,14 @@ KEY = "a" * 40
 
 
 def sink(mode: str = "offline", **options) -> WandbSink:
-    plain = {"project": "p", "entity": None, "group": "g", "tags": ["t"], "finish_timeout": 5.0}
+    plain = {
+        "project": "p",
+        "entity": None,
+        "group": "g",
+        "tags": ["t"],
+        "finish_timeout": 5.0,
+        "artifact": False,
+    }
     return WandbSink(mode=mode, **(plain | options))
 
 
@@ -212,7 +219,7 @@ import sys
 from ffnlab.record import wandb
 from ffnlab.record.sinks import Sinks
 wandb._INIT_S = 1.0
-sink = wandb.WandbSink(mode="auto", project="p", entity=None, group=None, tags=[], finish_timeout=1)
+sink = wandb.WandbSink(mode="auto", project="p", entity=None, group=None, tags=[], finish_timeout=1, artifact=False)
 sinks = Sinks([sink])
 sinks.start({"id": "abc", "name": "n", "path": sys.argv[1]}, {})
 sinks.log({"step": 0, "x": 1})
@@ -247,3 +254,15 @@ def _png() -> bytes:
     head = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
     pixels = zlib.compress(b"\0\xff\0\0")
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def test_neurons_go_along_when_asked(tmp_path: Path, wandb_records):
+    (tmp_path / "neurons.zarr").mkdir()
+    (tmp_path / "neurons.zarr/zarr.json").write_text("{}")
+    tracker = sink(artifact=True)
+    tracker.start({"id": "abcd1234", "name": "r", "path": tmp_path}, {})
+    tracker.finish("done", {})
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    artifacts = [record.request.log_artifact.artifact for record in wandb_records(file)]
+    sent = [a for a in artifacts if a.name] + [r.artifact for r in wandb_records(file) if r.artifact.name]
+    assert [(a.name, a.type) for a in sent] == [("neurons-abcd1234", "neurons")]

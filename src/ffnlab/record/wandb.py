@@ -32,6 +32,7 @@ class WandbSink(Sink):
     Offline, W&B writes a second folder, and syncing that would erase the first on the server; so the rows up
     to the resume are logged again, and the newest folder alone holds the whole run.
 
+    `artifact`: at the end of a run that is done, neurons.zarr goes along as an artifact.
     `finish_timeout`: seconds to wait for the server at the end. Raises UserError for an unknown mode, and for
     mode=online without a key.
     """
@@ -45,6 +46,7 @@ class WandbSink(Sink):
         group: str | None,
         tags: list[str],
         finish_timeout: float,
+        artifact: bool,
     ):
         if mode not in _MODES:
             raise UserError(unknown("logger.mode", mode, _MODES))
@@ -66,6 +68,7 @@ class WandbSink(Sink):
         self._run: Any = None
         self._options = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
         self._finish_timeout = finish_timeout
+        self._artifact = artifact
 
     def start(self, info: dict[str, Any], config: dict[str, Any]) -> None:
         """Start the run in `info["path"]`/wandb; a server that cannot be reached gives an offline run and a
@@ -74,6 +77,7 @@ class WandbSink(Sink):
         if self.mode == "disabled":
             return
         resumed = bool(info.get("resumed"))
+        self._record = Path(info["path"]) / "neurons.zarr"
         if self.mode == "online":
             try:
                 self._run = self._init("online", info, config)
@@ -119,7 +123,17 @@ class WandbSink(Sink):
         """Send the final numbers; a run that is not done shows as failed."""
         if self._run:
             self._run.summary.update({"status": status, **summary})
+            if self._artifact and status == "done" and self._record.exists():
+                self._send_record()
             self._run.finish(exit_code=0 if status == "done" else 1)
+
+    def _send_record(self) -> None:
+        """neurons.zarr as an artifact of the run."""
+        import wandb
+
+        artifact = wandb.Artifact(f"neurons-{self._run.id}", type="neurons")
+        artifact.add_dir(str(self._record))
+        self._run.log_artifact(artifact)
 
     def _init(self, mode: str, info: dict[str, Any], config: dict[str, Any]) -> Any:
         # Its own error reports go to the server too, and at exit wait 30 s for one that does not answer.

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         ("out, layers", "neurons", "loss (nats)", "rise", "s.e."),
         [cells(r) for r in rows],
     )
-    print(f"\n{file}")
+    print(f"\n{file}\nits figure: ffnlab figures {args.run} ablate")
     return 0
 
 

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     file = args.run / "sparsify.csv"
     write_table(file, COLUMNS, rows)
     present(rows, args.tolerance)
-    print(f"\n{file}")
+    print(f"\n{file}\nits figure: ffnlab figures {args.run} sparsify")
     return 0
 
 

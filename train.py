@@ -45,12 +45,13 @@ class Passed(BaseException):
 def job(cfg: DictConfig) -> float:
     """One run; its validation loss is the objective of a sweeper, inf when it diverged."""
     from ffnlab import config, run, train
+    from ffnlab.analysis.at_end import at_end
 
     hydra_cfg = HydraConfig.get()
     try:
         choices = dict(hydra_cfg.runtime.choices)
         own = config.trusted(config.plain(cfg), choices, list(hydra_cfg.overrides.task))
-        return run.run(own, choices, pictures).get("val/loss", float("nan"))
+        return run.run(own, choices, at_end).get("val/loss", float("nan"))
     except Exception as error:
         if hydra_cfg.mode == RunMode.RUN:
             raise Passed(error) from error
@@ -58,13 +59,6 @@ def job(cfg: DictConfig) -> float:
         if isinstance(error, train.Diverged):
             return float("inf")
         raise
-
-
-def pictures(run: Path) -> list[Path]:
-    """The few figures of a run that is done; nothing of them is imported before."""
-    from ffnlab.analysis.pictures import at_end
-
-    return at_end(run)
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import matplotlib
@@ -14,8 +15,10 @@ from PIL import Image
 
 from ffnlab import build
 from ffnlab.analysis import pictures
+from ffnlab.analysis.at_end import STANDARD, at_end
+from ffnlab.analysis.at_end import main as figures_of_the_end
 from ffnlab.analysis.figures import Drawing, Options, entries
-from ffnlab.analysis.pictures import FORMATS, STANDARD, at_end, render
+from ffnlab.analysis.pictures import FORMATS, render
 from ffnlab.analysis.runs import Run
 from ffnlab.cli import main
 from ffnlab.run import run as train
@@ -122,8 +125,8 @@ def test_a_run_that_is_done_draws_a_few_figures(tmp_path: Path, monkeypatch: pyt
 
     shown = []
     monkeypatch.setattr(Sinks, "image", lambda self, name, path, step: shown.append((name, path, step)))
-    monkeypatch.setattr("ffnlab.recorded.AT_END_S", 60)
-    monkeypatch.setattr(pictures, "STANDARD_S", 60)
+    monkeypatch.setattr("ffnlab.recorded.AT_END_S", 100)
+    monkeypatch.setattr("ffnlab.analysis.at_end.PATIENCE_S", 90)
     cfg, choices = build.compose([*TINY, "threshold=learned", f"out={tmp_path / 'run'}"])
     train(cfg, choices, at_end)
     folder = tmp_path / "run" / "figures"
@@ -134,7 +137,9 @@ def test_a_run_that_is_done_draws_a_few_figures(tmp_path: Path, monkeypatch: pyt
     }
 
 
-def test_the_end_is_neither_stopped_nor_held_up(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_figure_that_fails_takes_no_other_with_it(
+    make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     path = make_run(tmp_path / "run", layers=["L00"], neurons=4, tokens=4, steps=2)
 
     def broken(run: Run, options: Options) -> Drawing:
@@ -142,11 +147,33 @@ def test_the_end_is_neither_stopped_nor_held_up(make_run, tmp_path: Path, monkey
 
     spoilt = entries() | {"active_frac": entries()["loss"]._replace(draw=broken)}
     monkeypatch.setattr(pictures, "entries", lambda: spoilt)
+    monkeypatch.setattr("ffnlab.errors.plain_warnings", lambda: None)  # pytest wants to see them
     with pytest.warns(UserWarning, match="figure active_frac: ZeroDivisionError: of a figure"):
-        assert [p.stem for p in at_end(path)] == [name for name in STANDARD if name != "active_frac"]
-    monkeypatch.setattr(pictures, "STANDARD_S", -1)
-    with pytest.warns(UserWarning, match="no time for all figures"):
-        assert at_end(path) == []
+        figures_of_the_end(path)
+    assert capsys.readouterr().out.split() == [name for name in STANDARD if name != "active_frac"]
+
+
+def test_the_end_is_not_held_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    monkeypatch.setattr("ffnlab.analysis.at_end.PATIENCE_S", 0.01)
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="no time for all figures; `ffnlab figures"):
+        assert at_end(tmp_path) == []
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.slow
+def test_a_process_that_exits_while_its_figures_are_drawn_ends_well(make_run, tmp_path: Path):
+    """A thread in the middle of drawing would end it with an abort."""
+    code = (
+        "import sys; from pathlib import Path; from ffnlab import recorded\n"
+        "from ffnlab.analysis.at_end import at_end\n"
+        "recorded.AT_END_S = float(sys.argv[2]); recorded.in_time(at_end, Path(sys.argv[1]))"
+    )
+    path = make_run(tmp_path / "run")
+    for patience in ("0.1", "1.5"):
+        done = subprocess.run([sys.executable, "-c", code, str(path), patience], capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.slow

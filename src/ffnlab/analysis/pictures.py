@@ -2,8 +2,6 @@
 
 import io
 import json
-import time
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +14,6 @@ from ffnlab.analysis.style import style
 from ffnlab.record.files import disk_error, write_atomic
 
 FORMATS = ("png", "svg", "pdf", "gif")
-STANDARD = ("loss", "active_frac", "threshold", "sparsity_by_layer", "heatmap")
-STANDARD_S = 3.0  # after which no further one is begun: a run waits 5 s, the imports included
 _FRAME_MS, _LAST_MS, _GIF_DPI = 100, 2000, 100
 
 
@@ -93,17 +89,3 @@ def _gif(drawing: Drawing) -> bytes:
     moving = {"save_all": True, "append_images": rest, "duration": times, "loop": 0} if rest else {}
     first.save(buffer, format="GIF", comment=drawing.caption.encode(errors="replace")[:255], **moving)
     return buffer.getvalue()
-
-
-def at_end(path: Path) -> list[Path]:
-    """The few figures that a run draws when it ends, as PNG: those that its record allows, within seconds."""
-    began, pictures, run = time.monotonic(), [], Run(path)
-    for name in STANDARD:
-        if time.monotonic() - began > STANDARD_S:
-            warnings.warn(f"no time for all figures; `ffnlab figures {path}` draws them", stacklevel=2)
-            break
-        try:
-            pictures += draw(run, [name], Options(), path / "figures")[0]
-        except Exception as error:
-            warnings.warn(f"figure {name}: {type(error).__name__}: {error}", stacklevel=2)
-    return pictures

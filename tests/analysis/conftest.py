@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-import zarr
 
 from ffnlab.analysis.runs import Run
 from ffnlab.record.metrics import Metrics
@@ -76,7 +75,7 @@ def write_run(
                 record.add(step, f"{layer}/trace/preact", walk.pre.astype(np.float16), ("token", "neuron"))
             if seen:
                 arrays, scalars = walk.look(C + C * step / max(steps, 1), step)
-                row |= {f"probe/{name.replace('*', layer)}": value for name, value in scalars.items()}
+                row |= {f"probe/{named(name, layer)}": value for name, value in scalars.items()}
                 for name, array in arrays.items():
                     dims = ("bin",) if name == "preact/hist" else ("neuron",)
                     record.add(step, f"{layer}/{name}", array, dims)
@@ -90,10 +89,15 @@ def write_run(
             for role in ("embed", "head"):
                 row |= {f"probe/gradients/{role}/norm": 1.0, f"probe/gradients/{role}/update_ratio": 0.01}
         metrics.append(row)
+    fix(record, rng, tokens)
     record.flush()
     metrics.close()
-    fix(path, rng, tokens)
     return path
+
+
+def named(metric: str, layer: str) -> str:
+    """The name of a metric at a layer: '*' is its label, '#' its number."""
+    return metric.replace("*", layer).replace("#", str(int(layer[1:3])))
 
 
 class Pairs:
@@ -140,8 +144,10 @@ class Pairs:
             "crossings/*/ever_active_frac": float(self.ever.mean()),
             "crossings/*/flips_mean": step / 10,
         }
-        scalars |= {f"gradients/*/ffn.{role}/norm": 1 / (step + 1) for role in ROLES}
-        scalars |= {f"gradients/*/ffn.{role}/update_ratio": 0.01 * (step > 0) for role in ROLES}
+        scalars["gradients/*/zero_frac"] = 0.01
+        for role in ROLES:
+            module = f"gradients/blocks.#.ffn.{role}"
+            scalars |= {f"{module}/norm": 1 / (step + 1), f"{module}/update_ratio": 0.01 * (step > 0)}
         return arrays, scalars
 
     def scan(self, rng: np.random.Generator) -> dict[str, tuple[np.ndarray, tuple[str, ...]]]:
@@ -155,9 +161,8 @@ class Pairs:
         }
 
 
-def fix(path: Path, rng: np.random.Generator, tokens: int) -> None:
+def fix(record: NeuronRecord, rng: np.random.Generator, tokens: int) -> None:
     """The arrays without steps."""
-    root = zarr.open_group(path / "neurons.zarr", mode="a", zarr_format=3)
     places = np.arange(tokens, dtype=np.int32)
     arrays = {
         "probe_batch/token": (places % len(WORDS), ("token",)),
@@ -167,7 +172,7 @@ def fix(path: Path, rng: np.random.Generator, tokens: int) -> None:
         "preact/edge": (EDGES, ("edge",)),
     }
     for name, (array, dims) in arrays.items():
-        root.create_array(name, data=array, dimension_names=dims)
+        record.fix(name, array, dims)
 
 
 @pytest.fixture(scope="session")

@@ -156,7 +156,8 @@ def test_a_chosen_neuron_on_chosen_tokens(recorded: Run):
     trace = array(recorded, "L02/trace/preact")
     np.testing.assert_array_equal(drawn[r"' \$5' 3:3"][:, 1], trace[:, 3, 5])
     c = {row["step"]: row["probe/threshold/L02/c"] for row in recorded.rows if "probe/threshold/L02/c" in row}
-    assert drawn["_c"][:, 1] == pytest.approx([c[max(k for k in c if k <= step)] for step in range(61)])
+    assert {step: drawn["_c"][step, 1] for step in c} == pytest.approx(c)
+    assert drawn["_c"][28, 1] == pytest.approx(0.4 * c[25] + 0.6 * c[30])  # between two looks
     with pytest.raises(UserError, match="--neuron 48: L00 has neurons 0 to 47"):
         draw(recorded, "token_lines", neuron=48)
     with pytest.raises(UserError, match="--token 32: the probe batch has tokens 0 to 31"):
@@ -173,9 +174,7 @@ def test_every_token_is_a_line(recorded: Run):
     assert sorted(map(tuple, drawn)) == sorted(map(tuple, trace))
     rows = [row for row in recorded.rows if "probe/threshold/L02/c" in row]
     at = np.array([row["step"] for row in rows])
-    c = np.array([row["probe/threshold/L02/c"] for row in rows])[
-        np.searchsorted(at, np.arange(61), "right") - 1
-    ]
+    c = np.interp(np.arange(61), at, [row["probe/threshold/L02/c"] for row in rows])
     ever = (trace > c).any(axis=1).mean()
     assert f"{ever:.0%} of 32 tokens above C at least once" in drawing.caption.split("L02: ")[1]
 
@@ -252,6 +251,9 @@ def experts(path: Path, make_run: Callable[..., Path]) -> Path:
     for name in ("activity/active_frac", "trace/preact"):  # as a kill within an append leaves it
         grown = root[f"L00/{name}"]
         grown.resize((grown.shape[0] + 1, *grown.shape[1:]))
+    steps = root["L00/preact/step"]
+    for part in ("step", "mean", "sd", "hist"):
+        root[f"L00/preact/{part}"].resize((steps.shape[0] + 1, *root[f"L00/preact/{part}"].shape[1:]))
     return path
 
 
@@ -287,6 +289,7 @@ def test_a_group_that_is_being_written_is_read_as_far_as_it_is_whole(
     tmp_path: Path, make_run: Callable[..., Path]
 ):
     run = Run(experts(tmp_path / "run", make_run))
+    assert run.neurons("L00/preact").step.values.tolist() == [0, 1, 2, 3, 4, 5, 6]
     data = run.neurons("L00/trace")
     assert isinstance(data, xr.Dataset)
     assert data.sizes["step"] == 7

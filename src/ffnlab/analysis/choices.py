@@ -85,14 +85,14 @@ def trace(run: Run, layer: str) -> xr.DataArray:
 
 
 def threshold(run: Run, layer: str, steps: np.ndarray, index: int | None = None) -> np.ndarray:
-    """C of a layer, or of one of its neurons, at `steps`: the value recorded last; 0 without a threshold."""
+    """C of a layer, or of one of its neurons, at `steps`, between looks in a straight line; 0 without a
+    threshold.
+    """
     at, values = run.series(f"probe/threshold/{layer}/c")
     if index is not None and f"{layer}/threshold" in run.groups:
         own = run.neurons(f"{layer}/threshold")["c"][:, index]
         at, values = own.step.values, own.values
-    if not len(at):
-        return np.zeros(len(steps))
-    return values[np.clip(np.searchsorted(at, steps, side="right") - 1, 0, None)]
+    return np.interp(steps, at, values) if len(at) else np.zeros(len(steps))
 
 
 def tokens(run: Run, options: Options, n: int) -> tuple[int, ...] | None:

@@ -79,9 +79,10 @@ class Run:
         if group not in self.groups:
             raise UserError(f"{self.path}: {unknown('record', group, self.groups)}")
         try:
-            return self._open(group)
+            data = self._open(group)
         except ValueError:  # arrays of unequal length: a run writes just now, or was killed while it did
-            return self._whole(group)
+            data = self._whole(group)
+        return data.isel(step=data.step.values >= 0) if "step" in data and (data.step < 0).any() else data
 
     def _open(self, group: str, **options: Any) -> xr.Dataset:
         root = self.path / "neurons.zarr"

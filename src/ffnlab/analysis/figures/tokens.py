@@ -15,6 +15,8 @@ BEFORE = 22  # characters of context
 @figure("The tokens that activate a neuron most, in their context, at several scans (E40).")
 def top_tokens(run: Run, options: Options) -> Drawing:
     missing = lacks("tokens that activate each neuron most", "top_tokens")
+    if "scan" not in run.groups:
+        raise missing
     layer = chosen(options, run.layers("top_tokens"), missing)[0]
     index, how = neuron(run, layer, options)
     record = run.neurons(f"{layer}/top_tokens")

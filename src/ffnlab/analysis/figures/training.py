@@ -73,7 +73,7 @@ def gradients(run: Run, options: Options) -> Drawing:
     for place, panel in enumerate(axes):
         role, found = rows[place // 2], (norms, ratios)[place % 2]
         if role == "others":
-            rest = {name: mean_curve(lines) for name, lines in found.items() if name not in ours}
+            rest = {name: mean_curve(lines) for name, lines in sorted(found.items()) if name not in ours}
             categories(panel, rest, log=True)
         else:
             curves(panel, found.get(role, {}), log=True)
@@ -83,7 +83,7 @@ def gradients(run: Run, options: Options) -> Drawing:
         "Left: Euclidean norm of the gradient of each matrix, before clipping; right: norm of the update "
         "over norm of the weight. Matrices of the FFNs by layer; of the others the mean over layers."
     )
-    return Drawing(picture, caption + zero_share(run))
+    return Drawing(picture, caption + zero_share(run, options))
 
 
 def by_role(run: Run, options: Options, what: str) -> dict[str, dict[str, Curve]]:
@@ -107,14 +107,8 @@ def mean_curve(lines: dict[str, Curve]) -> Curve:
     return steps, np.mean([values[np.isin(at, steps)] for at, values in lines.values()], axis=0)
 
 
-def zero_share(run: Run) -> str:
-    """A sentence on the neurons whose input weights get no gradient at all."""
-    shares = []
-    for layer in run.layers("gradients"):
-        last = run.neurons(f"{layer}/gradients")["up_norm"][-1]
-        shares.append(f"{layer} {float((last.values == 0).mean()):.1%}")
-    return (
-        f" Neurons whose row of `up` gets no gradient at the last step: {', '.join(shares)}."
-        if shares
-        else ""
-    )
+def zero_share(run: Run, options: Options) -> str:
+    """A sentence on the neurons that get no gradient at all."""
+    found = {key.split("/")[2]: run.series(key)[1][-1] for key in run.keys("probe/gradients/[^/]+/zero_frac")}
+    shares = [f"{layer} {v:.1%}" for layer, v in found.items() if layer in (options.layers or found)]
+    return f" Neurons without any gradient at the last look: {', '.join(shares)}." if shares else ""

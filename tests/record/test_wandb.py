@@ -219,7 +219,8 @@ import sys
 from ffnlab.record import wandb
 from ffnlab.record.sinks import Sinks
 wandb._INIT_S = 1.0
-sink = wandb.WandbSink(mode="auto", project="p", entity=None, group=None, tags=[], finish_timeout=1, artifact=False)
+plain = {"project": "p", "entity": None, "group": None, "tags": [], "finish_timeout": 1, "artifact": False}
+sink = wandb.WandbSink(mode="auto", **plain)
 sinks = Sinks([sink])
 sinks.start({"id": "abc", "name": "n", "path": sys.argv[1]}, {})
 sinks.log({"step": 0, "x": 1})

@@ -6,9 +6,11 @@ import numpy as np
 
 from ffnlab.analysis import geometry
 from ffnlab.analysis.figures import Drawing, Options, figure
-from ffnlab.analysis.figures.geometry import BLUE, RED, ZONE, configured, sheet
+from ffnlab.analysis.figures.geometry import ZONE, configured
 from ffnlab.analysis.geometry import of_run
+from ffnlab.analysis.panels import sheet
 from ffnlab.analysis.runs import Run
+from ffnlab.analysis.style import BLUE, RED
 
 PAIRS = 10_000
 

@@ -5,28 +5,19 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from ffnlab.analysis import geometry
 from ffnlab.analysis.figures import Drawing, Missing, Options, figure
 from ffnlab.analysis.geometry import of_run
+from ffnlab.analysis.panels import sheet
 from ffnlab.analysis.runs import Run
+from ffnlab.analysis.style import BLACK, BLUE, GREEN, GREY, RED
 from ffnlab.errors import UserError
 
-BLACK, BLUE, RED, GREEN, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#888888"
 ZONE = 10  # degrees from the boundary within which nearly all inputs lie at the start (E7)
 INPUTS = 40  # drawn on the sphere
 OUT = np.array([math.cos(math.radians(25)), math.sin(math.radians(25))])  # where the output is drawn to go
-
-
-def sheet(
-    run: Run, what: str, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.4, 3.8)
-) -> tuple[Figure, list[Axes]]:
-    """A picture of `size` inches with rows x columns panels, titled with what it shows and the run's name."""
-    picture = Figure(figsize=size, layout="constrained")
-    picture.suptitle(f"{what}\n{run.name}")
-    return picture, list(picture.subplots(rows, columns, squeeze=False).flat)
 
 
 def configured(run: Run, *groups: str) -> None:

@@ -1,8 +1,8 @@
 """The C++ backend as a shared library: compiled on first use, kept in the cache, loaded once per process.
 
-It is plain C functions on pointers, without PyTorch's headers: compiled in two seconds where an extension that
-includes them takes a minute, and independent of PyTorch's version. OpenMP's threads are PyTorch's own, for both
-ask for the same libgomp, which is loaded already.
+It is plain C functions on pointers, without PyTorch's headers: compiled in two seconds where an extension
+that includes them takes a minute, and independent of PyTorch's version. OpenMP's threads are PyTorch's own,
+for both ask for the same libgomp, which is loaded already.
 """
 
 import ctypes
@@ -81,8 +81,10 @@ def library() -> ctypes.CDLL:
         cxx = compiler()
         made_of = f"{SOURCE.read_text(encoding='utf-8')} {FLAGS} {target(cxx)}"
         path = cache_dir() / "kernels" / f"cpu-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-        if not path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # not there yet, or damaged
             compile_to(path, cxx)
-        return ctypes.CDLL(str(path))
+            return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         raise NoCompiler(f"the compiled kernels cannot be made or loaded: {error}") from error

@@ -1,4 +1,6 @@
-"""The CPU backend: fp32 and bf16 tensors handed to the compiled library. Its functions are those of `reference`."""
+"""The CPU backend: fp32 and bf16 tensors handed to the compiled library. Its functions are those of
+`reference`.
+"""
 
 import ctypes
 import threading
@@ -15,9 +17,7 @@ SLACK = 16  # entries that a vector may write behind the last one
 
 def call(name: str, *args: Tensor | int) -> None:
     """One function of the library: tensors go as pointers, numbers as int64, the number of threads last."""
-    given = (
-        ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int64(a) for a in args
-    )
+    given = (ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int64(a) for a in args)
     library()[name](*given, ctypes.c_int(torch.get_num_threads()))
 
 
@@ -90,8 +90,8 @@ def column_sums(crow: Tensor, idx: Tensor, values: Tensor, n: int) -> Tensor:
 
 
 class Last(threading.local):
-    """The pattern that this thread transposed last. A backward pass needs the same one for every matrix of an FFN;
-    the pattern itself is held, so that no other can come to lie at its address meanwhile.
+    """The pattern that this thread transposed last. A backward pass needs the same one for every matrix of
+    an FFN; the pattern itself is held, so that no other can come to lie at its address meanwhile.
     """
 
     key: tuple[int, ...] = ()

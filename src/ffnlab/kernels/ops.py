@@ -29,6 +29,17 @@ def compiled() -> str | None:
     return None
 
 
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why there is no fast backend for this device and precision, in words for the user; None where there
+    is one.
+    """
+    if device.type != "cpu":
+        return f"there is no sparse kernel for {device.type}"
+    if dtype not in cpu.DTYPES:
+        return f"the sparse kernel of the CPU computes in fp32 and bf16, not in {dtype}"
+    return compiled()
+
+
 @custom_op("ffnlab::compact", mutates_args=())
 def compact(
     x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor, d_ff: int
@@ -97,10 +108,10 @@ def folded(rows: Tensor, n: int) -> Tensor:
 
 
 def save_compact(ctx, inputs, output) -> None:
-    x, weight, bias, threshold, ctx.d_ff = inputs
+    x, weight, _, threshold, ctx.d_ff = inputs
     crow, idx, _ = output
     ctx.save_for_backward(x, weight, crow, idx)
-    ctx.has_bias, ctx.threshold = bias is not None, (threshold.shape, threshold.dtype)
+    ctx.threshold = (threshold.shape, threshold.dtype)
     ctx.mark_non_differentiable(crow, idx)
 
 
@@ -108,16 +119,18 @@ def compact_backward(ctx, _crow, _idx, grad):
     x, weight, crow, idx = ctx.saved_tensors
     n, (shape, dtype) = weight.shape[0], ctx.threshold
     wants_x, wants_weight, wants_bias, wants_threshold, _ = ctx.needs_input_grad
-    sums = None
-    if wants_bias or (wants_threshold and shape.numel() > 1):
+    to_c = to_bias = None
+    if wants_threshold and shape.numel() == 1:
+        to_c = -grad.sum(dtype=dtype).reshape(shape)
+    if wants_bias or (wants_threshold and to_c is None):
         sums = column_sums(crow, idx, grad, ctx.d_ff)
-    elif wants_threshold:
-        sums = grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32))
+        to_c = -sums.to(dtype) if to_c is None else to_c
+        to_bias = folded(sums, n).to(weight.dtype)
     return (
         spmm(crow, idx, grad, rows_of(weight, ctx.d_ff)) if wants_x else None,
         folded(spmm_t(crow, idx, grad, x, ctx.d_ff), n) if wants_weight else None,
-        folded(sums, n).to(weight.dtype) if wants_bias and sums is not None else None,
-        -(sums if shape.numel() > 1 else sums.sum()).reshape(shape).to(dtype) if wants_threshold else None,
+        to_bias if wants_bias else None,
+        to_c if wants_threshold else None,
         None,
     )
 

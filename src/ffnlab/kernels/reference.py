@@ -1,4 +1,5 @@
-"""The products in plain PyTorch, on any device and in any precision: what the other backends are tested against.
+"""The products in plain PyTorch, on any device and in any precision: what the other backends are tested
+against.
 
 They hold a row of the dense operand for every entry, so they are for small sizes.
 """

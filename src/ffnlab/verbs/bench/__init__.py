@@ -1,4 +1,4 @@
-"""Measure how fast this machine trains, what sparsity pays, what probes cost, its matrix-product rate, or the start of a run."""
+"""Measure how fast this machine trains, what sparsity pays, what probes cost, its matrix rate, a run's start."""
 
 import argparse
 

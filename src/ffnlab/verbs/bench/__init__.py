@@ -1,4 +1,4 @@
-"""Measure how fast this machine trains, what sparsity pays, what probes cost, its matrix rate, a run's start."""
+"""Measure how fast this machine trains, what sparsity pays, what probes cost, its matrix rate, a start."""
 
 import argparse
 

@@ -85,15 +85,16 @@ class FFN(FeedForward):
         return TRAINING * sum(flops(matrix) for matrix in own) - dense
 
     def forward(
-        self, x: Float[Tensor, "... D"], rows: Int[Tensor, " n"] | None = None
+        self, x: Float[Tensor, "... D"], rows: Int[Tensor, " n"] | None = None, n_tokens: int | None = None
     ) -> Float[Tensor, "... D"]:
-        """y of every token. An expert gets all tokens (N, D) and the `rows` that are its own, and gives
-        theirs: so the probes see, in the arguments of the call, which tokens its neurons belong to.
+        """y of every token. An expert gets the tokens (n, D) that are its own, their `rows` among all
+        `n_tokens`, and gives y of its own: so the probes see, in the arguments of the call, which tokens its
+        neurons belong to.
         """
-        hidden = self.hidden(x if rows is None else x.index_select(0, rows))
+        hidden = self.hidden(x)
         if self.l1 is not None and self.training:
             total = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-            self.penalty = self.l1 * total / x.shape[:-1].numel()
+            self.penalty = self.l1 * total / (n_tokens or x.shape[:-1].numel())
         return self.down(self.dropout(hidden))
 
 

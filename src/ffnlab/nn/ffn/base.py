@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ffnlab.nn.count import TRAINING, flops
+from ffnlab.nn.count import TRAINING, flops, walk
 from ffnlab.nn.penalty import Penalised
 
 
@@ -23,6 +23,11 @@ class FeedForward(Penalised):
     def flops_per_token(self) -> int:
         """Forward floating-point operations of the matrix products that a token meets: 2 * in * out each."""
         return flops(self)
+
+    def skippable_flops_per_token(self) -> int:
+        """The sum over the FFNs that this one is made of, each as often as a token meets it."""
+        parts = ((part, share) for _, part, share in walk(self) if isinstance(part, FFN))
+        return round(sum(part.skippable_flops_per_token() * share for part, share in parts))
 
     def matched_parameters(self) -> int:
         """The parameters that `ffn.match=params` makes equal to the plain MLP's.

@@ -32,8 +32,6 @@ class Causal(nn.Module):
     q, k, v, out are separate matrices: Muon on a fused one would be another optimizer.
     """
 
-    mask: Tensor | None
-
     def __init__(
         self,
         *,
@@ -61,8 +59,6 @@ class Causal(nn.Module):
         self.dropout, self.scale, self.qk_norm = dropout, scale, qk_norm
         far = window is None or window >= seq_len or layer in long_layers
         self.window = None if far else window
-        mask = None if self.window is None else band(seq_len, self.window)
-        self.register_buffer("mask", mask, persistent=False)
         d_kv = d_model // n_heads * n_kv_heads
         self.q = nn.Linear(d_model, d_model, bias="q" in bias)
         self.k = nn.Linear(d_model, d_kv, bias="k" in bias)
@@ -78,12 +74,20 @@ class Causal(nn.Module):
         if self.value_lambdas is not None:
             v = self.value_lambdas[0] * v + self.value_lambdas[1] * ctx.values[self.layer]
         q, k = self.queries_keys(x)
-        mask = None if self.mask is None else self.mask[: x.shape[1], : x.shape[1]]
+        mask = None if self.window is None else self.band(x, ctx)
         y = attend(q, k, self.heads(v).to(q.dtype), mask, self.scale, self.dropout if self.training else 0.0)
         if self.gate_w is not None:
             gate = torch.sigmoid(x[..., : self.gate_w.shape[1]] @ self.gate_w.T)  # (B, T, H)
             y = y * gate.transpose(1, 2).unsqueeze(-1)
         return self.out(y.transpose(1, 2).flatten(2))
+
+    def band(self, x: Float[Tensor, "B T D"], ctx: Any) -> Bool[Tensor, "T T"]:
+        """What each position sees of the window, made once per forward pass for all layers that have it: a
+        model of a long `seq_len` holds no (seq_len, seq_len) mask.
+        """
+        if self.window not in ctx.bands:
+            ctx.bands[self.window] = band(x.shape[1], self.window, x.device)
+        return ctx.bands[self.window]
 
     def queries_keys(
         self, x: Float[Tensor, "B T D"]
@@ -99,9 +103,9 @@ class Causal(nn.Module):
         return y.unflatten(-1, (-1, self.q.out_features // self.n_heads)).transpose(1, 2)
 
 
-def band(seq_len: int, window: int) -> Bool[Tensor, "T T"]:
+def band(seq_len: int, window: int, device: torch.device) -> Bool[Tensor, "T T"]:
     """True where the position of the row sees that of the column: itself and the window - 1 before it."""
-    return torch.ones(seq_len, seq_len, dtype=torch.bool).tril().triu(1 - window)
+    return torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 def attend(

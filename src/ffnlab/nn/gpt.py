@@ -53,6 +53,7 @@ class Context:
     x0: Tensor | None = None  # the stream that enters block 0
     saved: dict[int, Tensor] = field(default_factory=dict)  # streams that a later part reads, by block
     values: dict[int, Tensor] = field(default_factory=dict)  # value embeddings, as wide as v, by block
+    bands: dict[int, Tensor] = field(default_factory=dict)  # masks of sliding windows, by window
     penalties: list[Tensor] | None = field(default_factory=list)  # of the parts; None: taken, no more wanted
 
 

@@ -4,7 +4,6 @@ Each derivative is again one of the products, so that they can be differentiated
 """
 
 import functools
-import importlib
 import importlib.util
 from typing import Any
 
@@ -22,7 +21,11 @@ def backend(like: Tensor) -> Any:
     """The module whose functions compute for tensors such as this one."""
     if unavailable(like.device, like.dtype) is not None:
         return reference
-    return cpu if like.device.type == "cpu" else importlib.import_module("ffnlab.kernels.gpu")
+    if like.device.type == "cpu":
+        return cpu
+    from ffnlab.kernels import gpu  # not before it is asked for: there may be no Triton
+
+    return gpu
 
 
 def compiled() -> str | None:

@@ -355,10 +355,11 @@ def test_auto_kernel_decides_the_same_after_a_resume(
 
     monkeypatch.setattr(crossover, "timed", timed)
     monkeypatch.setattr(crossover, "EVERY", 2)
+    monkeypatch.setattr(crossover, "MARGIN", 0.01)
     own = [
         "ffn.kernel=auto",
         "threshold=learned",
-        "threshold.active_frac=0.47",
+        "threshold.active_frac=0.45",
         "optim=adamw",
         "optim.lr=0.02",
     ]

@@ -392,19 +392,23 @@ static inline int64_t compact_row(const S* pre, int64_t n, float sign, const S* 
   return m;
 }
 
-// Row t of a block: its entries stand at idx + t * room and val + t * room, and there are counts[t] of them. Room
-// for 16 more than there can be is needed. Of more neurons than pre-activations, neuron n + j sees -pre[j].
+// Row t of a block: its entries stand at idx + t * room and val + t * room; packed, they will start at starts[t].
+// Returns how many there are in all. Room for 16 more than there can be is needed. Of more neurons than
+// pre-activations, neuron n + j sees -pre[j].
 template <class S>
-static void compact(const S* pre, const S* c, int64_t c_step, int64_t rows, int64_t n, int64_t d_ff,
-                    int64_t room, int32_t* idx, S* val, int64_t* counts, int threads) {
+static int64_t compact(const S* pre, const S* c, int64_t c_step, int64_t rows, int64_t n, int64_t d_ff,
+                    int64_t room, int32_t* idx, S* val, int64_t* starts, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t t = 0; t < rows; t++) {
     int32_t* to = idx + t * room;
     S* v = val + t * room;
     int64_t m = compact_row(pre + t * n, n, 1.f, c, c_step, 0, to, v);
     if (d_ff > n) m += compact_row(pre + t * n, d_ff - n, -1.f, c + n * c_step, c_step, int32_t(n), to + m, v + m);
-    counts[t] = m;
+    starts[t + 1] = m;
   }
+  starts[0] = 0;
+  for (int64_t t = 0; t < rows; t++) starts[t + 1] += starts[t];
+  return starts[rows];
 }
 
 // Rows that stand `room` apart, one after the other: row t goes to offsets[t].
@@ -435,9 +439,9 @@ static void pack(const int32_t* idx, const S* val, const int64_t* offsets, int64
                           int threads) {                                                                             \
     column_sums(ccol, order, val, sums, cols, threads);                                                              \
   }                                                                                                                  \
-  void compact_##NAME(const S* pre, const S* c, int64_t c_step, int64_t rows, int64_t n, int64_t d_ff,               \
-                      int64_t room, int32_t* idx, S* val, int64_t* counts, int threads) {                            \
-    compact(pre, c, c_step, rows, n, d_ff, room, idx, val, counts, threads);                                 \
+  int64_t compact_##NAME(const S* pre, const S* c, int64_t c_step, int64_t rows, int64_t n, int64_t d_ff,               \
+                      int64_t room, int32_t* idx, S* val, int64_t* starts, int threads) {                            \
+    return compact(pre, c, c_step, rows, n, d_ff, room, idx, val, starts, threads);                                 \
   }                                                                                                                  \
   void pack_##NAME(const int32_t* idx, const S* val, const int64_t* offsets, int64_t rows, int64_t room,             \
                    int32_t* idx_to, S* val_to, int threads) {                                                        \

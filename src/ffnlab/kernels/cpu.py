@@ -3,6 +3,8 @@
 """
 
 import ctypes
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,42 +17,57 @@ BLOCK_BYTES = 2**22  # of pre-activations at a time: still in the cache when the
 SLACK = 16  # entries that a vector may write behind the last one
 
 
-def call(name: str, *args: Tensor | int) -> None:
+@functools.cache
+def function(name: str) -> Any:
+    """A function of the library."""
+    found = library()[name]
+    found.restype = ctypes.c_int64
+    return found
+
+
+def call(name: str, *args: Tensor | int) -> int:
     """One function of the library: tensors go as pointers, numbers as int64, the number of threads last."""
     given = (ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int64(a) for a in args)
-    library()[name](*given, ctypes.c_int(torch.get_num_threads()))
+    return function(name)(*given, ctypes.c_int(torch.get_num_threads()))
 
 
 def compact(
     x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor, d_ff: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The dense product and the threshold block by block: the pre-activations are never there as a whole."""
-    kind, n = DTYPES[x.dtype], weight.shape[0]
+    n = weight.shape[0]
     threshold = threshold.to(x.dtype).contiguous()
-    blocks = x.contiguous().split(max(64, BLOCK_BYTES // (max(1, n) * x.element_size())))
-    rows, room = (blocks[0].shape[0] if blocks else 0), d_ff + SLACK
-    pre = x.new_empty(rows, n)
-    wide_idx, wide_val = pre.new_empty(rows, room, dtype=torch.int32), pre.new_empty(rows, room)
-    counts, parts = torch.empty(x.shape[0], dtype=torch.int64), []
-    done = 0
-    for block in blocks:
-        m = block.shape[0]
+    size = max(64, BLOCK_BYTES // (max(1, n) * x.element_size()))
+    block = min(x.shape[0], size)
+    pre, wide_val = x.new_empty(block, n), x.new_empty(block, d_ff + SLACK)
+    wide_idx = wide_val.new_empty(wide_val.shape, dtype=torch.int32)
+    parts = []
+    for rows in x.contiguous().split(size):
+        m = rows.shape[0]
         if bias is None:
-            torch.mm(block, weight.t(), out=pre[:m])
+            torch.mm(rows, weight.t(), out=pre[:m])
         else:
-            torch.addmm(bias, block, weight.t(), out=pre[:m])
-        own = counts[done : done + m]
-        step = int(threshold.numel() > 1)
-        call(f"compact_{kind}", pre, threshold, step, m, n, d_ff, room, wide_idx, wide_val, own)
-        offsets = row_starts(own)
-        total = int(offsets[-1])
-        idx, val = wide_idx.new_empty(total), wide_val.new_empty(total)
-        call(f"pack_{kind}", wide_idx, wide_val, offsets, m, room, idx, val)
-        parts.append((idx, val))
-        done += m
-    empty = (wide_idx.new_empty(0), wide_val.new_empty(0))
-    idx, val = (torch.cat(each) for each in zip(*(parts or [empty]), strict=True))
-    return row_starts(counts), idx, val
+            torch.addmm(bias, rows, weight.t(), out=pre[:m])
+        parts.append(compact_block(pre[:m], threshold, d_ff, wide_idx, wide_val))
+    if len(parts) == 1:
+        return parts[0]
+    starts, idx, val = zip(*parts, strict=True)
+    return row_starts(torch.cat([each.diff() for each in starts])), torch.cat(idx), torch.cat(val)
+
+
+def compact_block(
+    pre: Tensor, threshold: Tensor, d_ff: int, wide_idx: Tensor, wide_val: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The active pairs of some rows: each row into a place of its own first, for how many there are is not
+    known, then all together.
+    """
+    kind, (rows, n), room = DTYPES[pre.dtype], pre.shape, wide_val.shape[1]
+    starts = torch.empty(rows + 1, dtype=torch.int64)
+    step = int(threshold.numel() > 1)
+    total = call(f"compact_{kind}", pre, threshold, step, rows, n, d_ff, room, wide_idx, wide_val, starts)
+    idx, val = wide_idx.new_empty(total), wide_val.new_empty(total)
+    call(f"pack_{kind}", wide_idx, wide_val, starts, rows, room, idx, val)
+    return starts, idx, val
 
 
 def spmm(crow: Tensor, idx: Tensor, values: Tensor, dense: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.library import custom_op, register_autograd, register_fake
 
 from ffnlab.kernels import cpu, reference
@@ -58,6 +59,22 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return compiled() if device.type == "cpu" else without_triton()
 
 
+def direct(operator: Any) -> Any:
+    """The operator, or where nothing is differentiated or compiled its backend at once: with one token the
+    way through the operator takes as long as the product.
+    """
+    name = operator._name.rpartition("::")[2]
+
+    @functools.wraps(operator._init_fn)
+    def run(*args: Any) -> Any:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_fake(args[0]):
+            return operator(*args)
+        return getattr(backend(args[0] if name == "compact" else args[2]), name)(*args)
+
+    return run
+
+
+@direct
 @custom_op("ffnlab::compact", mutates_args=())
 def compact(
     x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor, d_ff: int
@@ -65,21 +82,25 @@ def compact(
     return backend(x).compact(x, weight, bias, threshold, d_ff)
 
 
+@direct
 @custom_op("ffnlab::spmm", mutates_args=())
 def spmm(crow: Tensor, idx: Tensor, values: Tensor, dense: Tensor) -> Tensor:
     return backend(dense).spmm(crow, idx, values, dense)
 
 
+@direct
 @custom_op("ffnlab::sddmm", mutates_args=())
 def sddmm(crow: Tensor, idx: Tensor, a: Tensor, dense: Tensor) -> Tensor:
     return backend(dense).sddmm(crow, idx, a, dense)
 
 
+@direct
 @custom_op("ffnlab::spmm_t", mutates_args=())
 def spmm_t(crow: Tensor, idx: Tensor, values: Tensor, a: Tensor, n: int) -> Tensor:
     return backend(a).spmm_t(crow, idx, values, a, n)
 
 
+@direct
 @custom_op("ffnlab::column_sums", mutates_args=())
 def column_sums(crow: Tensor, idx: Tensor, values: Tensor, n: int) -> Tensor:
     return backend(values).column_sums(crow, idx, values, n)

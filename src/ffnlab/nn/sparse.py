@@ -118,12 +118,11 @@ def way_down(ffn: FFN) -> tuple[Tensor, Tensor | None]:
     return ffn.down.weight, ffn.down.bias
 
 
-def watched(ffn: FFN) -> bool:
+def watched(ffn: nn.Module) -> bool:
     """Whether somebody looks at, or changes, what the parts of the FFN see: then they must see all of it."""
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        for m in ffn.modules()
-    )
+    if ffn._forward_hooks or ffn._forward_pre_hooks or ffn._backward_hooks or ffn._backward_pre_hooks:
+        return True
+    return any(watched(part) for part in ffn._modules.values() if part is not None)
 
 
 class SparseWay:

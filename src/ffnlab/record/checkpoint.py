@@ -113,7 +113,7 @@ def newest_complete(root: Path) -> Path | None:
             return path
         if path.resolve() not in _warned:
             _warned.add(path.resolve())
-            warnings.warn(f"{path} is broken ({problem}); the checkpoint before it is used.", stacklevel=2)
+            warnings.warn(f"{path} is broken ({problem}) and not used.", stacklevel=2)
     return None
 
 

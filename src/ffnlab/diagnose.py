@@ -59,7 +59,7 @@ def diagnose(
     """What is not finite in a forward and backward pass of the eager model, in the order in which it appears.
 
     `losses`: the sum over each micro-batch. `parameters`: those that hold nan or inf already.
-    `first_activation`: the first module whose output has some (the model itself is left out: its padded logits
+    `first_activation`: the first module whose output has some (but the model itself: its padded logits
     are -inf). `first_gradient`: the first gradient of the backward pass, by its parameter or by the module
     whose output it belongs to. `largest`: the largest finite |value| that each module put out.
     Random numbers are drawn, gradients are left at None.

@@ -18,7 +18,7 @@ from ffnlab.facts import check_same_run, closing, facts, opening, token_texts
 from ffnlab.nn.count import TRAINING, count, total
 from ffnlab.nn.rate import cached
 from ffnlab.probe import Observation
-from ffnlab.record.checkpoint import newest_complete, save, save_weights
+from ffnlab.record.checkpoint import newest_complete, put_back, save, save_weights
 from ffnlab.record.console import ConsoleSink
 from ffnlab.record.files import free_bytes, full_disk
 from ffnlab.record.metrics import Metrics
@@ -124,6 +124,7 @@ class Recorded:
         unsaid where there was none.
         """
         s, folder = self.session, self.rundir.path / "checkpoints"
+        put_back(self.rundir.path)
         found = newest_complete(self.rundir.path)
         if found is None and (broken := len(list(folder.glob("step-*")))):
             raise UserError(
@@ -229,7 +230,8 @@ class Recorded:
         """The status first; what may fail after it gets a warning and hides neither it nor an error on its
         way.
         """
-        quietly(self.rundir.update, status=status, final=self.last)
+        skips = {"skips": self.progress.skips} if self.progress.skips else {}
+        quietly(self.rundir.update, status=status, final=self.last, **skips)
         quietly(self.neurons.flush)
         rows, s = quietly(self.metrics.read) or [], self.session
         quietly(self.rundir.update, timings=timings(s, rows, self.progress.time_s, self.probe_s_before))

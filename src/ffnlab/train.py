@@ -196,8 +196,8 @@ def bad_numbers(
                 raise Diverged(
                     f"{what}; {where}; train.{key}={getattr(cfg, key)} updates were left out before"
                 )
-        warnings.warn(f"{what}; {where}; this update is left out, the {progress.skips}. of at most "
-                      f"{cfg.max_skips}", stacklevel=2)  # fmt: skip
+        count = f"({progress.skips} of at most {cfg.max_skips})"
+        warnings.warn(f"{what}; {where}; this update is left out {count}", stacklevel=2)
     if cfg.on_nonfinite == "skip":
         row["optim/skips"] = progress.skips
     return bad

@@ -90,6 +90,8 @@ def diagnose(
 
 def words(found: dict[str, Any]) -> str:
     """The diagnosis in one clause; empty where nothing is wrong (any more)."""
+    if "failed" in found:
+        return f"no diagnosis: {found['failed']}"
     if first := found["first_activation"]:
         holds = "".join(f"; its {name} holds some" for name in first["parameters"][:1])
         return f"nan or inf begins in the output of {first['module']}, {amount(first)}{holds}"

@@ -124,7 +124,10 @@ class Session:
     def diagnosis(self, step: int, micro: Sequence[Batch]) -> dict[str, Any]:
         """Where numbers that are not finite began, on this process's part of the batch of update `step`."""
         torch.manual_seed(step_seed(self.trained()["seed"], step))  # the same dropout
-        return diagnose(self.model, self.model.loss, micro, self.autocast)
+        try:
+            return diagnose(self.model, self.model.loss, micro, self.autocast)
+        except Exception as error:  # out of memory, say: it must not hide what it was asked about
+            return {"failed": f"{type(error).__name__}: {error}"}
 
     def validation(self, stop: Stop) -> Row:
         """val/loss and, where the text is known, val/bits_per_byte; `eval_batches` counts batches of one

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ffnlab.data import cache_dir
+from ffnlab.cache import cache_dir
 from ffnlab.device import DTYPES
 from ffnlab.nn.rate import measure, remember
 from ffnlab.session import Session

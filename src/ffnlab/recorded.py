@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ffnlab.data import cache_dir
+from ffnlab.cache import cache_dir
 from ffnlab.device import DTYPES
 from ffnlab.ending import AtEnd, ceiling, complaints, in_time, quietly, timings
 from ffnlab.errors import UserError
@@ -18,7 +18,7 @@ from ffnlab.facts import check_same_run, closing, facts, opening, token_texts
 from ffnlab.nn.count import TRAINING, count, total
 from ffnlab.nn.rate import cached
 from ffnlab.probe import Observation
-from ffnlab.record.checkpoint import newest_complete, put_back, save, save_weights
+from ffnlab.record.checkpoint import resumable, save, save_weights
 from ffnlab.record.console import ConsoleSink
 from ffnlab.record.files import free_bytes, full_disk
 from ffnlab.record.metrics import Metrics
@@ -105,6 +105,7 @@ class Recorded:
         s, before = self.session, self.rundir.info()
         check_same_run(s, before)
         self.rundir.update(**facts(s, self.choices, torch.get_num_threads(), self.flops, self.rate))
+        self.rundir.update(kernels=s.measure_kernels(before.get("kernels")))
         if s.data.tokenizer is not None:
             s.data.tokenizer.save(self.rundir.path / "tokenizer.json")
         found = self.start()
@@ -124,13 +125,7 @@ class Recorded:
         unsaid where there was none.
         """
         s, folder = self.session, self.rundir.path / "checkpoints"
-        put_back(self.rundir.path)
-        found = newest_complete(self.rundir.path)
-        if found is None and (broken := len(list(folder.glob("step-*")))):
-            raise UserError(
-                f"{folder}: none of the {broken} checkpoints is complete, so this run cannot go on. "
-                "Put a copy back, or move the folder away to begin again at step 0"
-            )
+        found = resumable(self.rundir.path)
         least = 2 * sum(p.nbytes for p in s.model.parameters())  # of a checkpoint: one moment, or two
         if free_bytes(folder) < least:
             raise full_disk(folder, least)
@@ -201,6 +196,8 @@ class Recorded:
             row["perf/mfu"] = (
                 TRAINING * self.flops * row["perf/tok_per_s"] / (self.rate * self.session.processes.size)
             )
+        if self.session.kernels.mode != "dense":
+            row["perf/sparse_frac"] = self.session.kernels.share()
         self.metrics.append(row)
         self.sinks.log(row)
         self.last = {**self.last, **row}

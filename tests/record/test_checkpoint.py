@@ -15,7 +15,7 @@ import torch
 
 from ffnlab.errors import UserError
 from ffnlab.record import checkpoint, files
-from ffnlab.record.checkpoint import CheckpointSettings, load, newest_complete, put_back, save, save_weights
+from ffnlab.record.checkpoint import CheckpointSettings, load, newest_complete, resumable, save, save_weights
 from ffnlab.record.tensors import load_weights
 
 
@@ -259,8 +259,7 @@ def test_a_kill_while_the_same_step_is_replaced(tmp_path: Path, state, monkeypat
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert newest_complete(tmp_path) is None
-    put_back(tmp_path)
-    assert newest_complete(tmp_path) == path
+    assert resumable(tmp_path) == newest_complete(tmp_path) == path
     save(tmp_path, 2, *state, keep_last=1)
     assert names(tmp_path) == ["step-000002"]
 

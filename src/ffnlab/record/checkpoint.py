@@ -103,12 +103,24 @@ def save_weights(root: Path, step: int, model: dict[str, Tensor]) -> Path:
     return path
 
 
-def put_back(root: Path) -> None:
-    """A checkpoint that a save of the same step had moved aside when it was killed takes its name again."""
-    for old in (root / "checkpoints").glob(".step-*.old"):
-        target = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
-        if not target.exists():
+def resumable(root: Path) -> Path | None:
+    """The checkpoint from which the run of this directory goes on: the newest complete one, None where none
+    was saved yet. Raises UserError where there are some and all are broken.
+
+    One that a save of the same step had moved aside when it was killed takes its name again: so this is only
+    for the run itself.
+    """
+    folder = root / "checkpoints"
+    for old in folder.glob(".step-*.old"):
+        if not (target := old.with_name(old.name.removeprefix(".").removesuffix(".old"))).exists():
             old.rename(target)
+    found = newest_complete(root)
+    if found is None and (steps := _steps(folder)):
+        raise UserError(
+            f"{folder}: none of the {len(steps)} checkpoints is complete, so this run cannot go on. "
+            "Put a copy back, or move the folder away to begin again at step 0"
+        )
+    return found
 
 
 def newest_complete(root: Path) -> Path | None:

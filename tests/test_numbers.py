@@ -179,7 +179,7 @@ def test_bad_updates_are_left_out_and_a_resume_counts_on(tmp_path: Path, monkeyp
     ("bad", "words"),
     [
         ({2, 3, 4}, r"step 4.*train\.max_skips_in_a_row=2 updates were left out before"),
-        ({1, 3, 5, 7}, r"step 7.*train\.max_skips=3 updates"),
+        pytest.param({1, 3, 5, 7}, r"step 7.*train\.max_skips=3 updates", marks=pytest.mark.slow),
     ],
 )
 def test_skips_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: set[int], words: str):
@@ -209,7 +209,7 @@ def larger(x: torch.Tensor) -> torch.Tensor:
     return 100 * x
 
 
-@pytest.mark.parametrize("action", ["log", "rewind"])
+@pytest.mark.parametrize("action", [pytest.param("log", marks=pytest.mark.slow), "rewind"])
 def test_a_spike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str):
     """Batch 8 blows up: it is on record; with rewind, update 7 (after checkpoint 6) and 8 take batches 9 and
     10, also when the run is killed after it went back.
@@ -256,6 +256,7 @@ def test_a_spike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str):
     assert info(tmp_path / "killed")["spikes"] == [entry]
 
 
+@pytest.mark.slow
 def test_going_back_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A spike that no other batch mends is let through in the end."""
     monkeypatch.setattr("ffnlab.trouble.MAX_REWINDS", 2)

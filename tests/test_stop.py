@@ -142,6 +142,7 @@ PHASES: dict[str, tuple[Callable[[At], object], int, int]] = {
 FEW = ("evaluation at 4", "scan at 4", "drawing")
 
 
+@pytest.mark.filterwarnings("ignore:.*holds no checkpoint yet")
 @pytest.mark.parametrize(
     ("signum", "times", "phases"),
     [

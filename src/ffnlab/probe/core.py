@@ -105,9 +105,9 @@ class Observer:
         """What the probes that are due see on the probe batch after update `step`."""
         return self._observe(self._due(step))
 
-    def scan(self, step: int) -> Observation:
-        """What the probes see on the scan after update `step`."""
-        return self._scan(self.scan_tokens, self.probes)
+    def scan(self, step: int, check: Callable[[], None] = lambda: None) -> Observation:
+        """What the probes see on the scan after update `step`; `check`, before every part, may raise."""
+        return self._scan(self.scan_tokens, self.probes, check)
 
     def on_gradients(self, step: int) -> None:
         """Shows the gradients of update `step` to the probes that are due and want them."""
@@ -196,7 +196,12 @@ class Observer:
                     result.add(probe.read(captured, self.model))
         return result
 
-    def _scan(self, tokens: Int[Tensor, "S T"] | None, probes: dict[str, Probe]) -> Observation:
+    def _scan(
+        self,
+        tokens: Int[Tensor, "S T"] | None,
+        probes: dict[str, Probe],
+        check: Callable[[], None] = lambda: None,
+    ) -> Observation:
         result = Observation()
         scanners: dict[str, Scanner] = {}
         seers: dict[Site, list[str]] = {}
@@ -212,6 +217,7 @@ class Observer:
 
         with self._clock("forward"), aside(self.model, self.autocast):
             for first in range(0, len(tokens), windows):
+                check()
                 start = first * tokens.shape[1]
 
                 def see(site: Site, rows: Float[Tensor, "N F"], start: int = start) -> None:

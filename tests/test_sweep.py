@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ffnlab.errors import UserError
 from ffnlab.explain import config_loader
-from hydra_plugins.ffnlab_sweep import process
+from hydra_plugins.ffnlab_sweep import _start
 from hydra_plugins.ffnlab_sweep._jobs import Job, digest, expand, slug
 from hydra_plugins.ffnlab_sweep._tune import Tune
 from hydra_plugins.ffnlab_sweep._view import clock, last_row, status
@@ -143,7 +143,7 @@ class Noting:
     def outcome(self, out: Path) -> JobReturn:
         loss = next((loss for word, loss in self.losses.items() if word in out.name), 4.5)
         if math.isnan(loss):
-            return process.ended("exit code 1")
+            return _start.ended("exit code 1")
         record(out, "diverged" if math.isinf(loss) else "done", loss=loss)
         return JobReturn(status=JobStatus.COMPLETED)
 
@@ -336,8 +336,8 @@ time.sleep(60)
 DRIVER = """
 import sys
 from omegaconf import OmegaConf
-from hydra_plugins.ffnlab_sweep import process
-process.script = lambda: sys.argv[1]
+from hydra_plugins.ffnlab_sweep import _start, process
+_start.script = lambda: sys.argv[1]
 launcher = process.ProcessLauncher(parallel=int(sys.argv[2]), timeout_s=None, grace_s=5)
 node = {"runtime": {"config_sources": []}, "overrides": {"hydra": []}, "job": {"config_name": "train"}}
 launcher.setup(hydra_context=None, task_function=None, config=OmegaConf.create({"hydra": node}))
@@ -357,7 +357,7 @@ def hydra_config(*overrides: str) -> DictConfig:
 def launch(here: Path, monkeypatch: pytest.MonkeyPatch, dos: Sequence[str], *overrides: str, **settings):
     script = here / "fake.py"
     script.write_text(SCRIPT)
-    monkeypatch.setattr(process, "script", lambda: str(script))
+    monkeypatch.setattr(_start, "script", lambda: str(script))
     launcher = ProcessLauncher(**{"parallel": 1, "timeout_s": None, "grace_s": 5.0, **settings})
     launcher.setup(hydra_context=None, task_function=None, config=hydra_config(*overrides))  # type: ignore[arg-type]
     outs = [Path("outputs/x") / f"{i}-{do}" for i, do in enumerate(dos)]

@@ -13,12 +13,14 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, open_dict, read_write
 
 from ffnlab.errors import UserError, report
-from hydra_plugins.ffnlab_sweep import _jobs, _view
+from hydra_plugins.ffnlab_sweep import _jobs, _start, _view
 from hydra_plugins.ffnlab_sweep._jobs import Job
+from hydra_plugins.ffnlab_sweep._others import JobProcess, OtherLauncher
 from hydra_plugins.ffnlab_sweep._tune import FOLDER, Tune, arm_of
+from hydra_plugins.ffnlab_sweep.process import ProcessLauncher
 
 
 @dataclass
@@ -66,9 +68,14 @@ class ArmsSweeper(Sweeper):
         """Hydra's hook: called once, before `sweep`."""
         self.hydra_context, self.config, self.loader = hydra_context, config, hydra_context.config_loader
         self.master, self.name = config, str(config.hydra.job.config_name)
-        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
+        with read_write(config.hydra.sweep):
+            config.hydra.sweep.dir = str(_view.OUTPUTS)  # for what other launchers write of their own
+        task = JobProcess(_start.script(), _start.arguments(config))
+        launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task, config=config
         )
+        own = isinstance(launcher, ProcessLauncher)
+        self.launcher: Launcher | OtherLauncher = launcher if own else OtherLauncher(launcher, config)
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep; leaves through SystemExit with 1 if a job failed, 128 + signal if it was stopped."""

@@ -286,7 +286,10 @@ def test_the_best_value_has_the_lowest_mean_and_none_where_all_diverged(tmp_path
 @pytest.mark.parametrize(
     ("tune", "command", "said"),
     [
-        (TUNE, ["seed=99,100"], "seed 100 is also a seed of the study"),
+        (TUNE, ["seed=99,100"], "100 is also a seed of the study"),
+        (TUNE, ["seed=range(98,102)"], "100 is also a seed of the study"),
+        (TUNE, ["seed=0", "data.seed=1,100"], "100 is also a data.seed of the study"),
+        (TUNE | {"seeds": [0, 7]}, [], "0 is also a seed of the study"),  # the default
         (TUNE, ["optim.lr=0.3"], "optim.lr is tuned .* and given as well"),
         (TUNE | {"key": "optim.lrr"}, [], "unknown key 'optim.lrr'"),
         (TUNE | {"values": [0.1]}, [], r"values=\[0.1\]: expected two or more, all different"),
@@ -299,6 +302,15 @@ def test_tuning_that_is_unfair_or_makes_no_sense_starts_nothing(
 ):
     with pytest.raises(UserError, match=said):
         sweep(root, command, tune=tune)
+    assert list(here.iterdir()) == []
+
+
+def test_the_seeds_of_an_arm_and_of_the_grid_are_seen_by_the_tuning(here: Path, root: Path):
+    arms = {"init": ["seed=0,1"], "data": ["seed=0", "data.seed=range(100,102)"]}
+    with pytest.raises(UserError, match=r"tune\.seeds: 100, 101 is also a data\.seed of the study"):
+        sweep(root, [], arms=arms, tune=TUNE | {"seeds": [100, 101, 102]})
+    with pytest.raises(UserError, match=r"tune\.seeds: 5 is also a seed"):
+        sweep(root, [], params={"seed": "range(4,6)"}, tune=TUNE | {"seeds": [5]})
     assert list(here.iterdir()) == []
 
 

@@ -22,6 +22,7 @@ def sink(mode: str = "offline", **options) -> WandbSink:
         "entity": None,
         "group": "g",
         "tags": ["t"],
+        "job_type": "j",
         "finish_timeout": 5.0,
         "artifact": False,
     }
@@ -219,7 +220,7 @@ import sys
 from ffnlab.record import wandb
 from ffnlab.record.sinks import Sinks
 wandb._INIT_S = 1.0
-plain = {"project": "p", "entity": None, "group": None, "tags": [], "finish_timeout": 1, "artifact": False}
+plain = {"project": "p", "entity": None, "group": None, "tags": [], "job_type": None, "finish_timeout": 1, "artifact": False}
 sink = wandb.WandbSink(mode="auto", **plain)
 sinks = Sinks([sink])
 sinks.start({"id": "abc", "name": "n", "path": sys.argv[1]}, {})

@@ -1,12 +1,12 @@
-"""Hydra's other launchers (joblib, submitit_local, submitit_slurm, basic): they say where a job runs; it
-still is `python train.py` in a process of its own, so that none hurts another, nor the launcher's workers.
+"""Hydra's other launchers (joblib, submitit_local, submitit_slurm, basic): they say where a job runs; it is
+`python train.py` in a process of its own there too, so that none hurts another, nor the launcher's workers.
 """
 
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -53,11 +53,11 @@ class Warned(AbstractContextManager["Warned"]):
     """Inside, the signal by which a scheduler says that time is up lets the job save its state and end."""
 
     def __init__(self, job: subprocess.Popen[bytes]):
-        self.job, self.signum, self.before = job, None, None
-
-    def __enter__(self) -> "Warned":
+        self.job = job
         self.signum: int | None = None
         self.before: Any = None
+
+    def __enter__(self) -> "Warned":
         listening = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR2")
         if listening and callable(signal.getsignal(signal.SIGUSR2)):
             self.before = signal.signal(signal.SIGUSR2, self._pass_on)
@@ -150,8 +150,8 @@ class Watch(AbstractContextManager["Watch"]):
                         self._begin(out)
                     elif finished(out):
                         self._end(out, None)
-                    elif out in self.running:
-                        self._end(out, word or "failed")
+                    elif word == "failed" and out in self.running:  # not "interrupted": it may be queued again
+                        self._end(out, word)
                 self.view.tick([(out, time.monotonic() - since) for out, since in self.running.items()])
 
     def _begin(self, out: Path) -> None:

@@ -90,7 +90,8 @@ def verdict(code: int) -> str | None:
         return f"killed by {signal.Signals(-code).name}" + (
             " (out of memory?)" if code == -signal.SIGKILL else ""
         )
-    return f"exit code {code}"
+    stopped = {128 + s: s.name for s in (signal.SIGINT, signal.SIGTERM)}
+    return f"stopped by {stopped[code]}" if code in stopped else f"exit code {code}"
 
 
 def ended(problem: str | None) -> JobReturn:

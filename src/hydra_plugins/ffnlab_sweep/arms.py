@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,14 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from ffnlab.errors import UserError, report
 from hydra_plugins.ffnlab_sweep import _jobs, _start, _view
 from hydra_plugins.ffnlab_sweep._jobs import Job
 from hydra_plugins.ffnlab_sweep._others import JobProcess, OtherLauncher
-from hydra_plugins.ffnlab_sweep._tune import FOLDER, Tune, arm_of
+from hydra_plugins.ffnlab_sweep._tune import FOLDER, SEEDS, Tune, arm_of
 from hydra_plugins.ffnlab_sweep.process import ProcessLauncher
 
 
@@ -89,7 +91,7 @@ class ArmsSweeper(Sweeper):
 
     def _tune(self, tune: Tune, jobs: list[Job]) -> None:
         """Run the trials of every arm; its jobs get the best value, or a problem where there is none."""
-        tune.check(jobs)
+        tune.check(jobs, self._seeds(jobs))
         arms = {arm_of(job): tune.trials(job) for job in jobs}
         trials = [job for values in arms.values() for same in values.values() for job in same]
         self._refuse_wrong_choices(trials)
@@ -100,6 +102,16 @@ class ArmsSweeper(Sweeper):
         self._carry_out(trials, FOLDER)
         said = dict.fromkeys(f"{job.label or 'all'}: {tune.settle(job, arms[arm_of(job)])}" for job in jobs)
         _view.console().print("\n".join(said), markup=False)
+
+    def _seeds(self, jobs: list[Job]) -> dict[str, set[int]]:
+        """The values of both seeds in all jobs: their own, their arm's, an experiment's or the default."""
+        used: dict[str, set[int]] = {name: set() for name in SEEDS}
+        for job in jobs:
+            with suppress(HydraException, OmegaConfBaseException):  # said when the job is planned
+                cfg = self._compose(job.overrides)
+                for name in SEEDS:
+                    used[name].add(OmegaConf.select(cfg, name))
+        return used
 
     def _carry_out(self, jobs: list[Job], folder: str = "") -> int:
         """Plan the jobs, launch those not done, print the table; the number of those that failed. Leaves

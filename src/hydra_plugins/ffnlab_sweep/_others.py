@@ -88,6 +88,7 @@ class OtherLauncher:
 
     def __init__(self, launcher: Launcher, config: DictConfig):
         self.launcher, self.settings = launcher, config.hydra.launcher
+        self.earlier: list[Path] = []  # finished before, for the view
         self.name = str(config.hydra.runtime.choices["hydra/launcher"])
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -97,7 +98,7 @@ class OtherLauncher:
         share = self.share(len(job_overrides))
         jobs = [[*overrides, *_start.threads(overrides, share)] for overrides in job_overrides]
         outs = [_start.folder(overrides) for overrides in job_overrides]
-        with Watch(outs) as watch:
+        with Watch(outs, self.earlier) as watch:
             try:
                 returns = self.launcher.launch(jobs, initial_job_idx)
             except Exception as error:
@@ -120,9 +121,9 @@ class OtherLauncher:
 class Watch(AbstractContextManager["Watch"]):
     """Shows jobs that others run, by what their run directories say, until it is left."""
 
-    def __init__(self, outs: Sequence[Path]):
+    def __init__(self, outs: Sequence[Path], earlier: Sequence[Path]):
         self.waiting, self.running = list(outs), dict[Path, float]()
-        self.view = View(len(outs))
+        self.view = View(len(outs), earlier)
         self.left, self.lock = threading.Event(), threading.Lock()
         self.thread = threading.Thread(target=self._look, daemon=True)
 

@@ -11,7 +11,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
 from hydra.errors import HydraException
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -76,8 +75,7 @@ class ArmsSweeper(Sweeper):
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task, config=config
         )
-        own = isinstance(launcher, ProcessLauncher)
-        self.launcher: Launcher | OtherLauncher = launcher if own else OtherLauncher(launcher, config)
+        self.launcher = launcher if isinstance(launcher, ProcessLauncher) else OtherLauncher(launcher, config)
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep; leaves through SystemExit with 1 if a job failed, 128 + signal if it was stopped."""
@@ -128,6 +126,7 @@ class ArmsSweeper(Sweeper):
                 print(report(job.problems, f"skipped {' '.join(job.overrides)}"), file=sys.stderr)
         invalid = [job for job in jobs if job.problems]
         jobs = [*{job.out: job for job in jobs if not job.problems}.values(), *invalid]
+        self.launcher.earlier = [job.out for job in jobs if not job.problems and _view.finished(job.out)]
         ready = [job for job in jobs if not job.problems and not _view.finished(job.out)]
         returns = self.launcher.launch([job.overrides for job in ready], 0) if ready else []
         outcomes = zip(ready, returns, strict=True)

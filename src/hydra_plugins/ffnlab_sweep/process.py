@@ -70,6 +70,7 @@ class ProcessLauncher(Launcher):
         self.parallel, self.timeout_s, self.grace_s = parallel, timeout_s, grace_s
         self.stopped: int | None = None
         self.children: list[Child] = []
+        self.earlier: list[Path] = []  # finished before, for the view
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's hook: called once, before `launch`."""
@@ -84,7 +85,7 @@ class ProcessLauncher(Launcher):
         """Run all jobs; one JobReturn each, FAILED with the reason where a job did not come to an end."""
         returns = [_start.ended("not started") for _ in job_overrides]
         queue = list(enumerate(job_overrides))
-        with Signals(self._stop), View(len(queue)) as view:
+        with Signals(self._stop), View(len(queue), self.earlier) as view:
             try:
                 while self.children or (queue and self.stopped is None):
                     while queue and len(self.children) < self.parallel and self.stopped is None:

@@ -1,4 +1,4 @@
-"""Hydra's other launchers: whichever runs the jobs, each is a process of its own, and none can end the sweep."""
+"""Hydra's other launchers: whichever runs the jobs, each is a process of its own; none can end the sweep."""
 
 import json
 import os
@@ -76,7 +76,12 @@ def test_no_job_can_end_the_sweep(here: Path, root: Path, capsys: pytest.Capture
     outs, ended = launch(root, ["exit", "kill", "diverge", "ok"], "hydra/launcher=basic")
     assert ended == ["exit code 7", "killed by SIGKILL (out of memory?)", "ok", "ok"]
     info = json.loads((outs[3] / "run.json").read_text())
-    assert info["argv"][-4:] == ["+do=ok", f"out='{outs[3]}'", f"train.threads={_start.cores()}", "hydra.mode=RUN"]
+    assert info["argv"][-4:] == [
+        "+do=ok",
+        f"out='{outs[3]}'",
+        f"train.threads={_start.cores()}",
+        "hydra.mode=RUN",
+    ]
     assert info["job"] == "3"
     shown = capsys.readouterr().out
     assert "[4/4] start  3-ok" in shown

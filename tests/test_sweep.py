@@ -171,7 +171,7 @@ def sweep(root: Path, command: Sequence[str], *hydra: str, **settings: Any) -> l
     sweeper.setup(
         hydra_context=HydraContext(loader, Callbacks()), task_function=lambda cfg: None, config=config
     )
-    sweeper.launcher = launcher  # type: ignore[assignment]
+    sweeper.runner = launcher  # type: ignore[assignment]
     sweeper.sweep([])
     return launcher.jobs
 

@@ -27,7 +27,13 @@ def write(folder: Path, arm: str | None, seed: int, **own: Any) -> None:
     path = folder / f"{arm}-s{seed}"
     path.mkdir(parents=True)
     logger = {"project": "bench", "entity": None, "group": folder.name}
-    config = {"seed": seed, "study": folder.name, "arm": arm, "logger": logger, "optim": {"lr": 0.1 * len(arm or "")}}
+    config = {
+        "seed": seed,
+        "study": folder.name,
+        "arm": arm,
+        "logger": logger,
+        "optim": {"lr": 0.1 * len(arm or "")},
+    }
     (path / "config.yaml").write_text(yaml.safe_dump(config | own))
     (path / "run.json").write_text(json.dumps({"id": f"id{arm}{seed}", "name": path.name, "status": "done"}))
     metrics = Metrics(path / "metrics.jsonl")

@@ -52,7 +52,10 @@ class Handler(BaseHTTPRequestHandler):
             view = {key: given[key] for key in ("name", "displayName", "description", "type", "spec")}
             data["upsertView"] = {"view": {"id": "v1", "project": project, **view}, "inserted": True}
         if "models(" in query:
-            data["models"] = {"pageInfo": {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False}, "edges": []}
+            data["models"] = {
+                "pageInfo": {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False},
+                "edges": [],
+            }
         if "model(" in query or "bucket(" in query:
             data |= {"model": None, "project": None}
         return self._answer({"data": data})

@@ -48,7 +48,7 @@ def require() -> None:
 
 def sections(contents: Contents) -> Iterator[Section]:
     """What is shown, in order: only what was recorded."""
-    import wandb_workspaces.reports.v2 as wr
+    from wandb_workspaces.reports.v2 import interface as wr
 
     def curve(metric: str) -> Any:
         return wr.LinePlot(title=metric, x="step", y=[metric])
@@ -95,7 +95,7 @@ def workspace(contents: Contents) -> Any:
 
 def report(contents: Contents) -> Any:
     """The report: curves by arm, scatter and parallel coordinates by run."""
-    import wandb_workspaces.reports.v2 as wr
+    from wandb_workspaces.reports.v2 import interface as wr
 
     blocks: list[Any] = [wr.P(contents.text)]
     for section in sections(contents):
@@ -104,7 +104,7 @@ def report(contents: Contents) -> Any:
             panel.layout = wr.Layout(x=column * WIDTH, y=row * HEIGHT, w=WIDTH, h=HEIGHT)
         if len(section.panels) == 1:
             section.panels[0].layout = wr.Layout(w=PER_ROW * WIDTH, h=2 * HEIGHT)
-        # No entity here: a set of runs that names one is looked up on the server; without, it is the report's.
+        # No entity: a set of runs that names one is looked up on the server; without, it is the report's.
         runs = wr.Runset(
             project=contents.project,
             name="by arm" if section.by_arm else "runs",

@@ -4,6 +4,7 @@
 
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from hydra_plugins.ffnlab_sweep import _start
 from hydra_plugins.ffnlab_sweep._view import View, finished, status
 
 POLL_S = 0.5
-GRACE_S = 60.0  # what a job may take to save its state when its worker is stopped
 
 
 class JobProcess:
@@ -40,8 +40,11 @@ class JobProcess:
         with Warned(job) as warned:
             try:
                 code = job.wait()
-            except BaseException:
-                stop(job)
+            except BaseException:  # this worker is stopped
+                if (
+                    sys.platform != "linux"
+                ):  # there SIGTERM comes when it ends; a second one would not let it save
+                    job.terminate()
                 raise
         if warned.signum is not None:
             signal.raise_signal(warned.signum)  # the scheduler's own handler: it queues the job again
@@ -71,16 +74,6 @@ class Warned(AbstractContextManager["Warned"]):
         if self.signum is None:  # a second SIGTERM would not let it save
             self.job.send_signal(signal.SIGTERM)
         self.signum = signum
-
-
-def stop(job: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, which lets a job save its state; SIGKILL when it does not end."""
-    job.terminate()
-    try:
-        job.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
 
 
 class OtherLauncher:
@@ -151,7 +144,9 @@ class Watch(AbstractContextManager["Watch"]):
                         self._begin(out)
                     elif finished(out):
                         self._end(out, None)
-                    elif word == "failed" and out in self.running:  # not "interrupted": it may be queued again
+                    elif (
+                        word == "failed" and out in self.running
+                    ):  # not "interrupted": it may be queued again
                         self._end(out, word)
                 self.view.tick([(out, time.monotonic() - since) for out, since in self.running.items()])
 

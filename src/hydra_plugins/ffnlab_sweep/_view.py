@@ -89,7 +89,9 @@ class View:
         self.started_count = self.ended_count = len(earlier)
         self.failed_count = 0
         self.start, self.steps = time.monotonic(), dict[Path, int]()
-        self.done = dict[Path, tuple[float, float]]()  # the part of a job that was done when first seen, and now
+        self.done = dict[
+            Path, tuple[float, float]
+        ]()  # the part of a job that was done when first seen, and now
         self.best: tuple[float, str] | None = None
         for out in earlier:
             self._judge(out)

@@ -75,7 +75,9 @@ class ArmsSweeper(Sweeper):
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task, config=config
         )
-        self.launcher = launcher if isinstance(launcher, ProcessLauncher) else OtherLauncher(launcher, config)
+        self.runner: ProcessLauncher | OtherLauncher = (
+            launcher if isinstance(launcher, ProcessLauncher) else OtherLauncher(launcher, config)
+        )
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep; leaves through SystemExit with 1 if a job failed, 128 + signal if it was stopped."""
@@ -126,15 +128,15 @@ class ArmsSweeper(Sweeper):
                 print(report(job.problems, f"skipped {' '.join(job.overrides)}"), file=sys.stderr)
         invalid = [job for job in jobs if job.problems]
         jobs = [*{job.out: job for job in jobs if not job.problems}.values(), *invalid]
-        self.launcher.earlier = [job.out for job in jobs if not job.problems and _view.finished(job.out)]
+        self.runner.earlier = [job.out for job in jobs if not job.problems and _view.finished(job.out)]
         ready = [job for job in jobs if not job.problems and not _view.finished(job.out)]
-        returns = self.launcher.launch([job.overrides for job in ready], 0) if ready else []
+        returns = self.runner.launch([job.overrides for job in ready], 0) if ready else []
         outcomes = zip(ready, returns, strict=True)
         notes = {
             job.out: str(ret._return_value) for job, ret in outcomes if ret.status != JobStatus.COMPLETED
         }
         failed = _view.table(jobs, notes, fresh={job.out for job in ready})
-        if stopped := getattr(self.launcher, "stopped", None):
+        if stopped := getattr(self.runner, "stopped", None):
             sys.exit(128 + stopped)
         return failed
 

@@ -95,7 +95,9 @@ class ProcessLauncher(Launcher):
                         self.children.remove(child)
                         problem = child.problem()
                         returns[child.index] = _start.ended(problem)
-                        view.ended(child.out, time.monotonic() - child.start, problem, _start.log_of(child.out))
+                        view.ended(
+                            child.out, time.monotonic() - child.start, problem, _start.log_of(child.out)
+                        )
                     view.tick([(c.out, time.monotonic() - c.start) for c in self.children])
                     time.sleep(POLL_S)
             finally:  # an error of ours must not leave jobs behind

@@ -1,8 +1,8 @@
 """Make a W&B workspace and a W&B report of runs: curves by arm, active fraction and C by layer, sparsity.
 
 RUNS are run directories, or study folders that hold them, whose runs W&B has (online runs, or `ffnlab sync`).
-Shown is what they recorded, grouped by the arms of the study; runs of the same W&B group that come later join.
-Every call makes a new workspace and a new report, and prints their addresses. With --json FILE nothing is sent.
+Shown is what they recorded, grouped by the arms of the study; later runs of the same W&B group join them.
+Every call makes a new workspace and a new report, and prints their addresses. With --json nothing is sent.
 """
 
 import argparse
@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--project", metavar="NAME", help="of W&B (default: the runs' own)")
     parser.add_argument("--entity", metavar="NAME", help="of W&B (default: the runs' own, else the key's)")
     parser.add_argument("--title", metavar="TEXT", help="default: the study")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what would be sent, and send nothing")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write what would be sent, and send nothing"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

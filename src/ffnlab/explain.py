@@ -24,6 +24,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ffnlab.errors import UserError, closest, nearest, unknown
 
+# Choices that a plugin of Hydra's brings.
+EXTRAS = {
+    ("hydra/launcher", name): f"needs a plugin of Hydra's: pip install -e '.[{extra}]'"
+    for name, extra in {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}.items()
+}
+
 
 def explain(
     overrides: Sequence[str],
@@ -121,7 +127,8 @@ def choice_problems(override: Override, tree: Tree) -> list[str]:
         hint = f" {name}=none is the absence of it." if "none" in options else ""
         return [f"{text}: {group} needs a choice.{hint} Options: {', '.join(options)}."]
     names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
-    wrong = [f"{text}: {unknown(group, n, options)}" for n in names if n.removesuffix(".yaml") not in options]
+    absent = [n for n in names if n.removesuffix(".yaml") not in options]
+    wrong = [f"{text}: {EXTRAS.get((group, n)) or unknown(group, n, options)}" for n in absent]
     if (
         not wrong and len(names) > 1 and any("_target_" in tree.file(group, n) for n in names)
     ):  # parts do not merge

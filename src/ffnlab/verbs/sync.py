@@ -70,4 +70,4 @@ def tracker(cfg: dict[str, Any], args: argparse.Namespace) -> WandbSink:
         node.pop("_target_")
     node |= {"mode": args.mode, "group": node.get("group") or cfg.get("study")}
     node |= {key: value for key in ("project", "entity") if (value := getattr(args, key)) is not None}
-    return WandbSink(**{"artifact": False, **node})
+    return WandbSink(**{"artifact": False, "job_type": "train", **node})  # runs of before had neither

@@ -92,7 +92,7 @@ def test_a_capacity_is_that_of_whole_windows(passed):
     seen = observer.observe(0).arrays["L02/activity/active_frac"][0]
     acts = [f"blocks.2.ffn.experts.{e}.act" for e in range(8)]
     posts, rows = passed(gpt, tokens, acts), [[] for _ in acts]
-    for expert, own in zip(gpt.blocks[2]["ffn"].experts, rows, strict=True):
+    for expert, own in zip(gpt.get_submodule("blocks.2.ffn.experts").children(), rows, strict=True):
         expert.register_forward_pre_hook(lambda module, args, own=own: own.extend(args[1].tolist()))
     with torch.no_grad():
         gpt(tokens)

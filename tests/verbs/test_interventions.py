@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from ffnlab import build
-from ffnlab.data import cache_dir
+from ffnlab.cache import cache_dir
 from ffnlab.device import choose_device, has_bf16
 from ffnlab.errors import UserError
 from ffnlab.intervene import Activity, acts, changed, collected
@@ -81,7 +81,7 @@ def test_a_c_of_each_neuron_rises_by_the_same(tmp_path: Path):
     trained = Trained(run)
     sites = acts(trained.model)
     for names in sites.values():
-        trained.model.get_submodule(names[0]).threshold.copy_(torch.linspace(-1, 1, 128))  # type: ignore
+        trained.model.get_buffer(f"{names[0]}.threshold").copy_(torch.linspace(-1, 1, 128))
     above, post = sparsify.calibration(trained, sites)
     for label, names in sites.items():
         changes = sparsify.cut("c", names, above, post, 0.05, 1.0)

@@ -78,8 +78,9 @@ class Activity:
         def see(name: str) -> Change:
             def add(post: Tensor) -> Tensor:
                 rows = post.detach().flatten(0, -2)
-                sums = torch.stack([(rows != 0).sum(0), rows.abs().sum(0).float(), rows.sum(0).float()])
-                self._sums[name] = self._sums.get(name, 0) + sums.cpu().double()
+                # added up in fp32: a sum in bf16 has two digits
+                sizes = (kind.sum(0, dtype=torch.float32) for kind in (rows != 0, rows.abs(), rows))
+                self._sums[name] = self._sums.get(name, 0) + torch.stack([*sizes]).cpu().double()
                 self.tokens[name] = self.tokens.get(name, 0) + len(rows)
                 return post
 

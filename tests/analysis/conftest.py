@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure  # noqa: F401  # with the next two: see tests/conftest.py
 import numpy as np
 import pytest
+import scipy.stats  # noqa: F401
+import xarray  # noqa: F401
 import yaml
 
 from ffnlab.analysis.runs import Run

@@ -346,19 +346,22 @@ BRINGS |= {"reglu2": "ReLU2", "tied_reglu": "ReLU"}
 
 @pytest.mark.parametrize(
     ("overrides", "act"),
-    [([f"ffn={ffn}"], act) for ffn, act in BRINGS.items()]
+    [
+        pytest.param([f"ffn={ffn}"], act, marks=[] if ffn in ("bilinear", "reglu2") else [pytest.mark.slow])
+        for ffn, act in BRINGS.items()
+    ]
     + [
         ([], "ReLU2"),
         (["ffn=swiglu", "act=relu2"], "ReLU2"),
-        (["act=relu2", "ffn=swiglu"], "ReLU2"),
+        pytest.param(["act=relu2", "ffn=swiglu"], "ReLU2", marks=pytest.mark.slow),
         (["arch=nanogpt"], "GELU"),
-        (["arch=nanogpt", "ffn=swiglu"], "SiLU"),
+        pytest.param(["arch=nanogpt", "ffn=swiglu"], "SiLU", marks=pytest.mark.slow),
         (["arch=nanogpt", "ffn=swiglu", "act=leaky_relu"], "LeakyReLU"),
         (["arch=nanogpt", "act=relu2"], "ReLU2"),
-        (["arch=nanogpt", "ffn=reglu2"], "ReLU2"),
+        pytest.param(["arch=nanogpt", "ffn=reglu2"], "ReLU2", marks=pytest.mark.slow),
         (["arch=nanogpt", "ffn=paired"], "GELU"),
-        (["arch=original"], "ReLU"),
-        (["arch=llama", "ffn=geglu"], "GELU"),
+        pytest.param(["arch=original"], "ReLU", marks=pytest.mark.slow),
+        pytest.param(["arch=llama", "ffn=geglu"], "GELU", marks=pytest.mark.slow),
         (["arch=speedrun", "ffn=mlp"], "ReLU2"),
     ],
 )

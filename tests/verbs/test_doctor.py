@@ -47,7 +47,16 @@ def composed(ffn: str) -> tuple[dict, dict, Dataset]:
     return cfg, choices, build.dataset(cfg, cache_dir())
 
 
-@pytest.mark.parametrize(("act", "ffn"), [*zip(ACTS, cycle(FFNS), strict=False)])
+ALIKE = {"bilinear", "geglu", "glu", "reglu", "reglu2", "tied_reglu", "paired_init"}  # as swiglu, paired
+
+
+@pytest.mark.parametrize(
+    ("act", "ffn"),
+    [
+        pytest.param(act, ffn, marks=[pytest.mark.slow] if ffn in ALIKE else [])
+        for act, ffn in zip(ACTS, cycle(FFNS), strict=False)
+    ],
+)
 def test_every_variant_and_activation_is_well_at_its_start(act, ffn):
     """No parameter behind the zero start of output matrices is called dead, no expert, no neuron cut off."""
     cfg, choices, data = composed(ffn)
@@ -213,6 +222,7 @@ def test_landmarks_of_a_range_test():
     assert blown_up == 2.0**29  # the update before the first high loss
     assert lr_range.landmarks(rates, [5.0, 4.0, math.nan])[1] == rates[1]
     assert lr_range.landmarks(rates, curve[:30])[1] == math.inf
+    assert lr_range.landmarks(rates, [math.nan]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("lr", "verdict"), [(0.001, "ok"), (100, "bad")])

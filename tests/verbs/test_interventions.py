@@ -11,10 +11,12 @@ import yaml
 
 from ffnlab import build
 from ffnlab.cache import cache_dir
+from ffnlab.device import choose_device, has_bf16
 from ffnlab.errors import UserError
+from ffnlab.intervene import Activity, acts, changed, collected
 from ffnlab.record.checkpoint import save
 from ffnlab.record.table import read_table, write_table
-from ffnlab.trained import Trained
+from ffnlab.trained import Trained, place
 from ffnlab.verbs import ablate, sparsify
 
 SMALL = (
@@ -58,16 +60,65 @@ def test_a_higher_c_is_a_higher_c(run: Path):
     rows = call(sparsify, run, "--method", "c", "--fracs", "0.1")
     (together,) = (r for r in rows if r["method"] == "c" and r["layer"] == "all")
     trained = Trained(run)
-    pre, _ = sparsify.calibration(trained, {"L00": ["blocks.0.ffn.act"], "L01": ["blocks.1.ffn.act"]})
+    names = ["blocks.0.ffn.act", "blocks.1.ffn.act"]
+    windows, _ = trained.data.probe_tokens(4)
+    with torch.no_grad(), collected(trained.model, names, "input") as pre:
+        trained.model(windows)
     by_hand = copy.deepcopy(trained)
-    for block, name in enumerate(pre):
-        values = pre[name].flatten().sort().values
+    for block, name in enumerate(names):
+        values = torch.cat(pre[name]).flatten().sort().values
         c = values[round(0.9 * len(values)) - 1].item()  # the share 0.1 lies above it
         by_hand.model.blocks[block].ffn.act.threshold.fill_(c)  # type: ignore[union-attr]
     batches = trained.batches(4)
     assert together["loss"] == pytest.approx(by_hand.losses(batches).mean().item(), abs=1e-5)
     assert together["active_frac"] == pytest.approx(0.1, abs=0.03)
     assert together["rise"] == pytest.approx(together["loss"] - rows[0]["loss"], abs=1e-9)
+
+
+def test_a_c_of_each_neuron_rises_by_the_same(tmp_path: Path):
+    """Where every neuron has its own C, what counts is how far a pre-activation lies above it."""
+    run = make_run(tmp_path / "run", "threshold=fixed", "threshold.active_frac=0.5", "threshold.scope=neuron")
+    trained = Trained(run)
+    sites = acts(trained.model)
+    for names in sites.values():
+        trained.model.get_buffer(f"{names[0]}.threshold").copy_(torch.linspace(-1, 1, 128))
+    above, post = sparsify.calibration(trained, sites)
+    for label, names in sites.items():
+        changes = sparsify.cut("c", names, above, post, 0.05, 1.0)
+        windows, _ = trained.data.probe_tokens(4)
+        only = {name: change for name, change in changes.items() if label == "L00"}
+        activity = Activity(trained.model)
+        with torch.no_grad(), changed(trained.model, only, "input"), activity.on():
+            trained.model(windows)
+        if label == "L00":
+            assert activity.fracs()[label] == pytest.approx(0.05, abs=1e-3)
+
+
+def test_means_of_half_precision_are_those_of_fp32(run: Path):
+    """A sum in bf16 would be 8 bits long."""
+    trained = Trained(run)
+    activity, name = Activity(trained.model), "blocks.0.ffn.act"
+    act = trained.model.get_submodule(name)
+    pre = torch.rand(999, 128).bfloat16()
+    with activity.on():
+        post = act(pre).double()
+    torch.testing.assert_close(activity.mean(name), post.mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(activity.mean_size(name), post.abs().mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(activity.active_frac(name), (post != 0).double().mean(0))
+
+
+@pytest.mark.parametrize("windows", [1, 6, 10**6])
+def test_batches_are_of_one_size(run: Path, windows: int):
+    batches = Trained(run).batches(windows)
+    assert {len(x) for x, _ in batches} == {min(windows, 4)}
+
+
+def test_a_run_of_another_machine_can_be_asked(tmp_path: Path):
+    cfg = {"train": {"device": "cuda", "precision": "auto"}}
+    device, precision = place(cfg, {"precision": "bf16"})
+    assert device == choose_device("auto")
+    assert precision == ("bf16" if has_bf16(device) else "fp32")
+    assert place({"train": {"device": "cpu", "precision": "fp32"}}, {}) == (torch.device("cpu"), "fp32")
 
 
 def test_shares_that_are_not_below_what_is_active_are_left_out(run: Path):
@@ -154,6 +205,8 @@ def test_what_cannot_be_asked_is_said_at_once(run: Path, tmp_path: Path):
     smooth = make_run(tmp_path / "run", "act=gelu")
     with pytest.raises(UserError, match="nowhere exactly 0"):
         call(sparsify, smooth, "--method", "c")
+    with pytest.raises(UserError, match="takes up a threshold"):
+        call(sparsify, make_run(tmp_path / "quantile", "act=quantile"), "--method", "c")
     with pytest.raises(UserError) as error:
         call(sparsify, run, "--fracs", "0", "1.5", "--tolerance", "0")
     assert len(error.value.problems) == 3

@@ -1,7 +1,7 @@
 """Draw the validation loss of a run against its active fraction: fewer neurons, by a higher C, top-k or eps.
 
 Three ways to leave out neurons of a trained model, each set so that a given share of the (token, neuron)
-pairs of a layer stays (set on the probe batch, measured on other validation windows):
+pairs of a layer stays (set on the windows of the probe batch, measured on --windows validation windows):
   c      act(pre - C - d): the threshold rises by d, which also lowers what stays (ReLU family only)
   eps    post-activations with |post| <= eps become 0; the others stay as they are
   top_k  of each token the k post-activations of the largest |post| stay
@@ -22,6 +22,7 @@ from torch import Tensor
 from ffnlab.errors import UserError
 from ffnlab.intervene import Activity, Change, acts, changed, collected
 from ffnlab.probe.activity import has_exact_zeros
+from ffnlab.probe.base import thresholds
 from ffnlab.record.table import write_table
 from ffnlab.trained import Trained
 from ffnlab.verbs import show
@@ -77,14 +78,16 @@ def check(args: argparse.Namespace) -> None:
 
 
 def allowed(trained: Trained, names: list[str], wanted: Sequence[str] | None) -> list[str]:
-    """The ways that can be gone; `c` needs an activation that is exactly 0 below the threshold."""
-    zeros = all(has_exact_zeros(trained.model.get_submodule(name)) for name in names)
-    if wanted and "c" in wanted and not zeros:
+    """The ways that can be gone; `c` needs an activation that feels C and is exactly 0 below it."""
+    found = [trained.model.get_submodule(name) for name in names]
+    zeros = all(has_exact_zeros(act) for act in found)
+    feels = not any(getattr(inner, "shift_invariant", False) for act in found for inner in act.modules())
+    if wanted and "c" in wanted and not (zeros and feels):
+        why = "takes up a threshold that all neurons share" if zeros else "is nowhere exactly 0"
         raise UserError(
-            "--method c: this run's activation is nowhere exactly 0, so a higher threshold switches nothing "
-            "off; use eps or top_k"
+            f"--method c: this run's activation {why}, so a higher one switches nothing off; use eps or top_k"
         )
-    return list(wanted or (METHODS if zeros else METHODS[1:]))
+    return list(wanted or (METHODS if zeros and feels else METHODS[1:]))
 
 
 Row = dict[str, Any]
@@ -98,7 +101,7 @@ def sweep(
     batches: list[tuple[Tensor, Tensor]],
 ) -> list[Row]:
     """One row for each (method, layers, share) that is below what is active anyway."""
-    pre, post = calibration(trained, sites)
+    above, post = calibration(trained, sites)
     base, dense = measure(trained, batches, {}, "output")
     rows = [
         row("none", label, 1.0, base, base, frac) for label, frac in {**dense, "all": mean(dense)}.items()
@@ -110,7 +113,7 @@ def sweep(
             for frac in fracs:
                 changes: dict[str, Change] = {}
                 for label in labels:
-                    changes |= cut(method, sites[label], pre, post, frac, dense[label])
+                    changes |= cut(method, sites[label], above, post, frac, dense[label])
                 if not changes:
                     continue
                 side = "input" if method == "c" else "output"
@@ -121,7 +124,9 @@ def sweep(
 
 
 def calibration(trained: Trained, sites: dict[str, list[str]]) -> tuple[dict[str, Tensor], ...]:
-    """Pre- and post-activations of all modules on the windows of the probe batch."""
+    """By module, on the windows of the probe batch: how far each pre-activation lies above C (-inf where the
+    neuron is not active), and the post-activations.
+    """
     names = [name for found in sites.values() for name in found]
     windows, _ = trained.data.probe_tokens(1 if trained.data.n_val < 5 * trained.model.seq_len else 4)
     seen = []
@@ -129,13 +134,18 @@ def calibration(trained: Trained, sites: dict[str, list[str]]) -> tuple[dict[str
         with torch.no_grad(), collected(trained.model, names, side) as values, trained.precision():
             trained.model(windows.to(trained.device))
         seen.append({name: torch.cat(parts).float() for name, parts in values.items() if parts})
-    return tuple(seen)
+    pre, post = seen
+    above = {}
+    for name, values in pre.items():
+        c = thresholds(trained.model, [name])
+        above[name] = torch.where(post[name] != 0, values - (c[0] if c else 0), -torch.inf)
+    return above, post
 
 
 def cut(
     method: str,
     names: list[str],
-    pre: dict[str, Tensor],
+    above: dict[str, Tensor],
     post: dict[str, Tensor],
     frac: float,
     active: float,
@@ -149,10 +159,7 @@ def cut(
     if method == "eps":
         size = quantile(torch.cat([post[name].abs().flatten() for name in met]), 1 - frac)
         return {name: partial(drop_small, eps=size) for name in names}
-    # C rises from where it is, the smallest active pre-activation, to where the share `frac` lies above it.
-    before = torch.cat([pre[name].flatten() for name in met])
-    lit = torch.cat([post[name].flatten() for name in met]) != 0
-    rise = quantile(before, 1 - frac) - before[lit].min().item()
+    rise = max(0.0, quantile(torch.cat([above[name].flatten() for name in met]), 1 - frac))
     return {name: partial(lower, by=rise) for name in names}
 
 

@@ -230,7 +230,7 @@ def test_what_cannot_be_compared_is_refused(make: Make, study: Path, tmp_path: P
         with pytest.raises(UserError) as error:
             compare([study], **arguments)
         assert said in str(error.value)
-    with pytest.raises(UserError, match="expected a run directory"):
+    with pytest.raises(UserError, match="nowhere does not exist"):
         compare([tmp_path / "nowhere", tmp_path])
     running = make("running", status="running")
     with pytest.raises(UserError, match=r"no run is done: .*running \(running\)"):

@@ -57,7 +57,8 @@ def compare(
     runs = find(paths)
     over = [run for run in runs if run.info.get("status") in ("done", "diverged")]
     if not over:
-        raise UserError(f"no run is done: {', '.join(f'{run.path} ({status(run)})' for run in runs)}")
+        listed = ", ".join(f"{run.path} ({status(run)})" for run in runs)
+        raise UserError(f"no run is done: {listed}; the command of a run with the same out= goes on with it")
     arms = {arm.name: arm for arm in group(over, by)}
     values = last_values(arms, metric)
     is_loss = LOSS.fullmatch(metric) is not None

@@ -10,6 +10,7 @@ from ffnlab.analysis.arms import Arm, Seed, find, group
 from ffnlab.analysis.contrasts import Analysis, Question, analyse
 from ffnlab.analysis.costs import Cost, costs
 from ffnlab.analysis.fairness import check_same_task, unfair
+from ffnlab.analysis.health import ailments
 from ffnlab.analysis.runs import Run
 from ffnlab.errors import UserError, unknown
 
@@ -79,7 +80,7 @@ def compare(
         analysis=analyse(values, question),
         costs=costs(arms, values, question.baseline, metric if is_loss else None, target),
         unfinished=[run for run in runs if run not in over],
-        warnings=unfair(arms, metric),
+        warnings=unfair(arms, metric) + ailments(arms),
     )
 
 

@@ -19,9 +19,20 @@ from ffnlab.record.rundir import load_config, read_info
 WINDOWS_AT_ONCE = 4  # few: the standard error of a mean over batches needs many of them
 
 
+def whole_config(path: Path) -> dict[str, Any]:
+    """The configuration of a run. UserError where it lacks what every run of train.py has."""
+    cfg = load_config(path)
+    if lacking := [key for key in ("model", "train", "data", "act", "ffn") if key not in cfg]:
+        raise UserError(
+            f"{path / 'config.yaml'} lacks {', '.join(lacking)}, which train.py writes for every run: "
+            "restore it from a copy, or train anew with another out=..."
+        )
+    return cfg
+
+
 def trusted_config(path: Path, plugins: Sequence[str]) -> dict[str, Any]:
     """The configuration of a run. UserError where it uses code of packages that were not named."""
-    cfg = load_config(path)
+    cfg = whole_config(path)
     if cfg.get("plugins") and sorted(cfg["plugins"]) != sorted(plugins):
         raise UserError(
             f"{path} was trained with code of the packages {', '.join(cfg['plugins'])}; if you trust them: "

@@ -101,7 +101,7 @@ def test_what_the_command_cannot_do_it_says(recorded: Run, tmp_path: Path, capsy
         assert said is None or said in error
         assert said is None or not out.exists()
     assert main(["figures", str(tmp_path / "none")]) == 1
-    assert "is not a run directory" in capsys.readouterr().err
+    assert "none does not exist" in capsys.readouterr().err
     assert main(["figures"]) == 1
     assert main(["figures", "--list"]) == 0
     assert set(STANDARD) <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}

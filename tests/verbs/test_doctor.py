@@ -258,10 +258,13 @@ def test_json_has_a_word_for_what_is_no_number():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nowhere"], "nowhere: neither a run directory nor KEY=VALUE"),
+        (
+            ["nowhere"],
+            "expected a run directory, which train.py makes (out=...), or overrides as for it: KEY=VALUE",
+        ),
         (["ffn=swigloo"], "Did you mean 'swiglu'?"),
         (["{run}", "seed=1"], "either one run directory"),
-        (["{run}"], "is not a run directory: it has no config.yaml"),
+        (["{run}"], "holds no run"),
     ],
 )
 def test_wrong_input(words, told, capsys, tmp_path):

@@ -31,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     plans = [(path, load_config(path), read_info(path)) for path in args.runs]
     if unfit := [path for path, _, info in plans if not {"id", "name"} <= info.keys()]:
-        raise UserError(*(f"{path} has no run.json that names it: it cannot be synced" for path in unfit))
+        raise UserError(
+            *(
+                f"{path} has no run.json that names it, so it cannot be synced: its command writes one"
+                for path in unfit
+            )
+        )
     if busy := [path for path, _, info in plans if info.get("status") == "running"]:
         raise UserError(*(f"{path} is running: sync it when it is over" for path in busy))
     for path, cfg, info in plans:

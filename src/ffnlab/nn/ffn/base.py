@@ -1,6 +1,7 @@
 """What every feed-forward variant has in common."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -38,10 +39,22 @@ class FeedForward(Penalised):
         return sum(p.numel() for p in own)
 
 
+class Kernel(Protocol):
+    """Another way to compute an FFN: what `ffn.kernel` puts in (see `nn.sparse`)."""
+
+    def takes(self, ffn: "FFN") -> bool:
+        """Whether the next call goes this way."""
+        ...
+
+    def __call__(self, ffn: "FFN", x: Tensor) -> tuple[Tensor, Tensor]:
+        """y (..., D), and the hidden values that are not zero."""
+        ...
+
+
 class FFN(FeedForward):
     """y = down(dropout(hidden(x))): a variant says what `hidden` is.
 
-    The split in `hidden` and `down` is the seam where a sparse kernel steps in. `make_act(d_ff)` builds this
+    The call is the seam where a sparse kernel steps in: a variant names none. `make_act(d_ff)` builds this
     layer's own activation (with its threshold), so that no state is shared between layers by accident.
     `bias` names the matrices that have one; names of matrices that a variant lacks are ignored, so that
     "all of them" can be said for every variant alike. d_ff counts the neurons: what `act` maps.
@@ -50,6 +63,7 @@ class FFN(FeedForward):
     up: nn.Module
     down: nn.Module
     l1: Tensor | None  # coefficient of the sum of |hidden| over the neurons, see nn.l1
+    kernel: Kernel | None = None  # None: the dense products
 
     def __init__(
         self,
@@ -96,11 +110,15 @@ class FFN(FeedForward):
         `n_tokens`, and gives y of its own: so the probes see, in the arguments of the call, which tokens its
         neurons belong to.
         """
-        hidden = self.hidden(x)
+        if self.kernel is not None and self.kernel.takes(self):
+            y, hidden = self.kernel(self, x)
+        else:
+            hidden = self.hidden(x)
+            y = self.down(self.dropout(hidden))
         if self.l1 is not None and self.training:
             total = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
             self.penalty = self.l1 * total / (n_tokens or x.shape[:-1].numel())
-        return self.down(self.dropout(hidden))
+        return y
 
 
 class GatedFFN(FFN):

@@ -175,7 +175,7 @@ def test_missing_seeds_stay_paired_and_one_seed_has_no_verdict(make: Make, study
     assert few.p_flips is None
     assert (one.method, one.verdict, one.p) == ("none", "no verdict (n = 1)", None)
     assert one.difference == pytest.approx(3.0 - FINAL["plain"][0])  # of the seed that both have
-    said = "no verdict on one: 1 seed in common with the baseline; with 5 arms it takes 3"
+    said = "no verdict on one: 1 seed in common with the baseline; a verdict among 5 arms takes 3"
     assert said in compared.notes(found)
 
 
@@ -194,7 +194,9 @@ def test_few_seeds_or_no_residual_give_no_verdict_and_say_what_would(make: Make,
         contrast = found.analysis.contrasts["b"]
         assert (contrast.verdict, contrast.p, contrast.low) == (f"no verdict (n = {n})", None, None)
         assert contrast.difference == pytest.approx(np.mean(np.subtract(runs["b"], runs["a"])[:n]))
-        said = f"no verdict on b: {n} seeds in common with the baseline{freedom}; with 2 arms it takes 4"
+        said = (
+            f"no verdict on b: {n} seeds in common with the baseline{freedom}; a verdict among 2 arms takes 4"
+        )
         assert said in compared.notes(found)
         assert not any("least squares" in line or "sign" in line for line in compared.notes(found))
     assert of(4, "a", "b").analysis.contrasts["b"].verdict == "worse"

@@ -56,7 +56,9 @@ def find(paths: Sequence[Path]) -> list[Run]:
     return list(runs.values())
 
 
-def group(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Arm]:
+def group(
+    runs: Sequence[Run], by: Sequence[str] = (), *, hint: str = ", or tell them apart with --by KEY"
+) -> list[Arm]:
     """The arms of runs that are done or diverged, in the order of their first runs.
 
     The arm is what `by` says: choices of groups (ffn) and keys (optim.lr); else the config key `arm`, where
@@ -76,8 +78,8 @@ def group(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Arm]:
         twin = arm.runs.get(seed) or arm.diverged.get(seed)
         if twin is not None:
             problems.append(
-                f"{twin.path} and {run.path} are both arm '{name}' with seed {seed}: leave one out, or tell "
-                f"them apart with --by KEY; they differ in {', '.join(differing([twin, run])) or 'nothing'}"
+                f"{twin.path} and {run.path} are both arm '{name}' with seed {seed}: leave one out{hint}; "
+                f"they differ in {', '.join(differing([twin, run])) or 'nothing'}"
             )
         (arm.diverged if run.info.get("status") == "diverged" else arm.runs)[seed] = run
     if problems:

@@ -151,7 +151,7 @@ def _needed(sd: float, margin: float, alpha: float, arms: int, paired: bool) -> 
 
 
 def _least(arms: int, paired: bool) -> int:
-    """The fewest seeds that leave LEAST_FREEDOM: (arms - 1)(n - 1) if paired; n - 1, Welch's worst, if not."""
+    """The fewest seeds that leave LEAST_FREEDOM: (arms - 1)(n - 1) if paired, Welch's n - 1 if not."""
     return max(LEAST_SEEDS, 1 + math.ceil(LEAST_FREEDOM / (arms - 1 if paired else 1)))
 
 
@@ -161,5 +161,5 @@ def _lacking(seeds: int, method: str, arms: int, estimate: stats.Estimate) -> st
         which = "in common with the baseline" if method == "paired" else "on one side"
         left = "" if seeds < LEAST_SEEDS else f" ({counted(float(estimate.df), 'degree of freedom')})"
         needed = _least(arms, method == "paired")
-        return f"{counted(seeds, 'seed')} {which}{left}; with {arms} arms it takes {needed}"
+        return f"{counted(seeds, 'seed')} {which}{left}; a verdict among {arms} arms takes {needed}"
     return NO_RESIDUAL if not estimate.se > 0 else ""

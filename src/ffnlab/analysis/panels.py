@@ -25,7 +25,7 @@ def sheet(
     size: tuple[float, float] = (6.4, 3.8),
     **options: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """A picture of `size` inches with rows x columns panels. Its title: what it shows, the run's name, and, if
+    """A picture of `size` inches with rows x columns panels. Its title: what it shows, the run, and, if
     something is, what is wrong with the run.
     """
     picture = Figure(figsize=size)

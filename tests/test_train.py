@@ -12,6 +12,7 @@ import zarr
 from ffnlab import build
 from ffnlab.errors import UserError
 from ffnlab.facts import opening
+from ffnlab.nn import crossover
 from ffnlab.processes import Processes
 from ffnlab.record.checkpoint import load
 from ffnlab.recorded import Recorded
@@ -339,3 +340,48 @@ def test_probes_of_experts_leave_training_bit_identical(tmp_path: Path):
     start(tmp_path / "without", "train.steps=4", "probe=[]", *ROUTED)
     a, b = (load(tmp_path / run / "checkpoints/step-000004")[0] for run in ("with", "without"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_auto_kernel_decides_the_same_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+):
+    """Layers near the crossover change their way during the run; the table is measured once and kept."""
+    measured = []
+
+    def timed(ffn: torch.nn.Module, *_: object) -> list[dict[str, float]]:
+        measured.append(ffn)
+        return [{"density": d, "dense_ms": 0.45 / d, "sparse_ms": 1.0} for d in (0.4, 0.5)]  # equal at 0.45
+
+    monkeypatch.setattr(crossover, "timed", timed)
+    monkeypatch.setattr(crossover, "EVERY", 2)
+    monkeypatch.setattr(crossover, "MARGIN", 0.01)
+    own = [
+        "ffn.kernel=auto",
+        "threshold=learned",
+        "threshold.active_frac=0.45",
+        "optim=adamw",
+        "optim.lr=0.02",
+    ]
+    own += ["train.steps=12", "model.zero_out=false", f"train.precision={precision}"]
+    start(tmp_path / "whole", *own)
+    shares = [json.loads(line)["perf/sparse_frac"] for line in (tmp_path / "whole/metrics.jsonl").open()]
+    assert len(set(shares)) > 1, shares
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "killed", *own)
+    start(tmp_path / "killed", *own)
+    assert len(measured) == 2  # one size of FFN, two runs, one of them in two sessions
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
+    a, b = (load(tmp_path / run / "checkpoints/step-000012")[0] for run in ("whole", "killed"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_sparse_kernel_trains_as_the_dense_one(tmp_path: Path):
+    own = ["train.steps=8", "threshold=learned", "model.zero_out=false"]
+    losses = []
+    for kernel in ("dense", "sparse"):
+        start(tmp_path / kernel, *own, f"ffn.kernel={kernel}")
+        losses.append([row["val/loss"] for row in rows(tmp_path / kernel) if "val/loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ffnlab.config import GROUPS, compose, config_dir, factory, locate, packages, plain, settings
@@ -13,6 +14,7 @@ from ffnlab.data import Dataset, open_dataset
 from ffnlab.device import has_bf16
 from ffnlab.layers import act_part, ffn_maker, ffn_part, is_absent, matrices
 from ffnlab.nn.absent import Absent
+from ffnlab.nn.crossover import Kernels
 from ffnlab.nn.gpt import GPT, ORDERS, Block, ModelSettings, ParallelBlock
 from ffnlab.nn.head import Head
 from ffnlab.nn.init import initialise
@@ -33,6 +35,7 @@ __all__ = [
     "factory",
     "ffn_maker",
     "ffn_part",
+    "kernels",
     "locate",
     "logger",
     "matrices",
@@ -200,6 +203,11 @@ def optimizer(cfg: Config, gpt: GPT) -> Any:
 def schedule(cfg: Config) -> Callable[[int], float]:
     """step -> factor on the learning rate."""
     return factory(cfg["schedule"], "schedule", ("steps",), packages(cfg))(steps=cfg["train"]["steps"])
+
+
+def kernels(cfg: Config, gpt: GPT, dtype: torch.dtype) -> Kernels:
+    """Which way the FFNs of the model go when they compute in `dtype`."""
+    return Kernels(gpt, cfg["ffn"]["kernel"], dtype)
 
 
 def regulariser(cfg: Config, gpt: GPT) -> Callable[[int], None]:

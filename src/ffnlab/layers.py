@@ -28,6 +28,7 @@ SHARED_FFN: dict[str, Any] = {
     "extra": bool,
     "l1": float,
     "l1_warmup": int,
+    "kernel": str,
 }
 
 

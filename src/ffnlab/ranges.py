@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ffnlab.nn.crossover import KERNELS
 from ffnlab.nn.ffn.width import MATCHES
 from ffnlab.nn.gpt import ORDERS
 from ffnlab.nn.init import SCHEMES
@@ -65,6 +66,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "model.init": SCHEMES,
     "ffn.match": MATCHES,
     "ffn.share": SHARES,
+    "ffn.kernel": KERNELS,
     "residual.attn": tuple(PLACEMENTS),
     "residual.ffn": tuple(PLACEMENTS),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ffnlab.data import cache_dir
+from ffnlab.cache import cache_dir
 from ffnlab.device import DTYPES
 from ffnlab.errors import UserError
 from ffnlab.facts import check_same_run, closing, facts, opening, token_texts
@@ -89,6 +89,7 @@ class Recorded:
         s, before = self.session, self.rundir.info()
         check_same_run(s, before)
         self.rundir.update(**facts(s, self.choices, torch.get_num_threads(), self.flops, self.rate))
+        self.rundir.update(kernels=s.measure_kernels(before.get("kernels")))
         if s.data.tokenizer is not None:
             s.data.tokenizer.save(self.rundir.path / "tokenizer.json")
         found = newest_complete(self.rundir.path)
@@ -156,6 +157,8 @@ class Recorded:
             row["perf/mfu"] = (
                 TRAINING * self.flops * row["perf/tok_per_s"] / (self.rate * self.session.processes.size)
             )
+        if self.session.kernels.mode != "dense":
+            row["perf/sparse_frac"] = self.session.kernels.share()
         self.metrics.append(row)
         self.sinks.log(row)
         self.last = {**self.last, **row}

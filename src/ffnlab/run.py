@@ -79,6 +79,7 @@ def follow(cfg: Mapping[str, Any], these: Processes) -> Row:
         return {}
     set_threads(cfg["train"]["threads"], start["info"]["threads"])
     session, stop = Session(cfg, these, start["info"]), Stop()
+    session.measure_kernels(start["info"]["kernels"])
     progress = session.begin(start["checkpoint"])
     silent = {
         "evaluate": lambda step: session.validation(),

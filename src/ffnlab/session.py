@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ffnlab import build
+from ffnlab.cache import cache_dir
 from ffnlab.config import settings
-from ffnlab.data import Dataset, Tokenizer, cache_dir
-from ffnlab.device import autocast, choose_device, choose_precision
+from ffnlab.data import Dataset, Tokenizer
+from ffnlab.device import DTYPES, autocast, choose_device, choose_precision
 from ffnlab.errors import UserError
 from ffnlab.evaluate import evaluate
 from ffnlab.nn.gpt import GPT, run_block_checkpointed
@@ -44,9 +45,10 @@ class Session:
         self.model: GPT = build.model(cfg, self.data.vocab_size).to(self.device)
         if self.train.checkpoint_activations:
             self.model.run_block = run_block_checkpointed
+        self.kernels = build.kernels(cfg, self.model, DTYPES[self.precision])
         self.optimizer = build.optimizer(cfg, self.model)
         self.schedule = build.schedule(cfg)
-        self.before_update = build.regulariser(cfg, self.model)
+        self.regularise = build.regulariser(cfg, self.model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.loss = torch.compile(self.model.loss) if self.train.compile else self.model.loss
         self.sink = build.logger(cfg)
@@ -60,6 +62,7 @@ class Session:
             scan=scan,
             autocast=self.autocast,
         )
+        self.windows = self.data.probe_tokens(self.probe.tokens)[0].to(self.device)
         self.record_bytes = self.observer.check_budget(scans=self.train.steps // self.train.eval_every + 2)
         self.observer.cost = dict.fromkeys(
             self.observer.cost, 0.0
@@ -91,9 +94,19 @@ class Session:
         """Go on from a checkpoint, or start: thresholds with an `active_frac` are set on the probe batch."""
         if checkpoint is not None:
             return self.restore(*load(checkpoint))
-        windows, _ = self.data.probe_tokens(self.probe.tokens)
-        calibrate(self.model, windows.to(self.device))
+        calibrate(self.model, self.windows)
         return Progress()
+
+    def before_update(self, step: int) -> None:
+        """What in the objective and in the way of computing depends on the update."""
+        self.regularise(step)
+        self.kernels.decide(step, self.windows, self.autocast)
+
+    def measure_kernels(self, known: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The crossover table of `ffn.kernel=auto`, as it is known, or timed on batches of this size."""
+        return self.kernels.measure(
+            known, self.train.batch_size * self.cfg["model"]["seq_len"], self.autocast
+        )
 
     def batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The micro-batches of update `step`, on the device."""
@@ -132,6 +145,7 @@ class Session:
             "scaler": self.scaler.state_dict(),
             "progress": dataclasses.asdict(progress),
             "probes": self.observer.state(),
+            "kernels": self.kernels.state(),
         }
 
     def restore(self, tensors: dict[str, torch.Tensor], trainer: dict[str, Any]) -> Progress:
@@ -143,6 +157,7 @@ class Session:
         self.optimizer.load_state_dict(trainer["optimizer"])
         self.scaler.load_state_dict(trainer["scaler"])
         self.observer.restore(trainer.get("probes", {}))
+        self.kernels.restore(trainer.get("kernels", {}))
         return Progress(**trainer["progress"])
 
 

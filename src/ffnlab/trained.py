@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ffnlab import build
-from ffnlab.data import Dataset, cache_dir
+from ffnlab.cache import cache_dir
+from ffnlab.data import Dataset
 from ffnlab.device import autocast, choose_device, choose_precision
 from ffnlab.errors import UserError
 from ffnlab.nn.gpt import GPT

@@ -14,7 +14,8 @@ import yaml
 from torch import nn
 
 from ffnlab import build, cli
-from ffnlab.data import Dataset, cache_dir
+from ffnlab.cache import cache_dir
+from ffnlab.data import Dataset
 from ffnlab.verbs.doctor import lr_range, neurons, stress, trial
 from ffnlab.verbs.doctor.finding import Finding
 from ffnlab.verbs.doctor.subject import Subject, at_start

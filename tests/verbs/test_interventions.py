@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from ffnlab import build
-from ffnlab.data import cache_dir
+from ffnlab.cache import cache_dir
 from ffnlab.errors import UserError
 from ffnlab.record.checkpoint import save
 from ffnlab.record.table import read_table, write_table

@@ -16,13 +16,6 @@ from ffnlab.errors import UserError
 MANIFEST = "manifest.json"
 
 
-def cache_dir() -> Path:
-    """$FFNLAB_CACHE, else $XDG_CACHE_HOME/ffnlab, else ~/.cache/ffnlab."""
-    if own := os.environ.get("FFNLAB_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ffnlab"
-
-
 def key(description: dict) -> str:
     """12 hex digits for a description of plain json values."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]

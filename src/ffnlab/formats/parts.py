@@ -28,7 +28,10 @@ GATED = (  # y = down(act(gate x) * up x)
 FREE = (
     *(f"model.{key}" for key in ("seq_len", "d_model", "n_layers", "n_heads", "tie_head")),
     *(f"model.{key}" for key in ("pad_vocab_to", "mask_padding", "dropout", "init", "zero_out")),
-    *(f"ffn.{key}" for key in ("expansion", "match", "d_ff", "bias", "share", "dropout", "l1", "l1_warmup")),
+    *(
+        f"ffn.{key}"
+        for key in ("expansion", "match", "d_ff", "bias", "share", "dropout", "l1", "l1_warmup", "kernel")
+    ),
     *(f"{norm}.{key}" for norm in ("norm", "norm_ffn") for key in ("gain", "bias", "eps")),
     *("attention.bias", "attention.rope_base", "residual.scale_init"),
 )

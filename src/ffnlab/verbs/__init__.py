@@ -10,7 +10,7 @@ def vocabulary(cfg: Mapping[str, Any], given: int | None) -> int:
     if given is not None:
         return given
     from ffnlab import build
-    from ffnlab.data import cache_dir
+    from ffnlab.cache import cache_dir
 
     return build.dataset(cfg, cache_dir()).vocab_size
 

@@ -11,7 +11,7 @@ from ffnlab.nn.act.base import Activation
 class ReLU(Activation):
     """max(0, x). Derivative 1 for x > 0, else 0: an inactive neuron gets no gradient (Nair & Hinton 2010)."""
 
-    exact_zeros = True
+    exact_zeros = rectifies = True
 
     def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
         return nn.functional.relu(pre)
@@ -45,7 +45,7 @@ class PReLU(Activation):
 class ReLU6(Activation):
     """min(max(0, x), 6): no gradient above 6 either (Krizhevsky 2010, Convolutional deep belief networks)."""
 
-    exact_zeros = True
+    exact_zeros = rectifies = True
 
     def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
         return nn.functional.relu6(pre)
@@ -54,7 +54,7 @@ class ReLU6(Activation):
 class ReLU2(Activation):
     """max(0, x)^2, derivative 2 max(0, x) (So et al., Primer, arXiv 2109.08668)."""
 
-    exact_zeros = True
+    exact_zeros = rectifies = True
 
     def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
         return squared_relu(pre)

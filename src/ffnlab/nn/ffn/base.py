@@ -1,12 +1,13 @@
 """What every feed-forward variant has in common."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ffnlab.nn.count import TRAINING, flops
+from ffnlab.nn.count import TRAINING, flops, walk
 from ffnlab.nn.penalty import Penalised
 
 
@@ -24,6 +25,11 @@ class FeedForward(Penalised):
         """Forward floating-point operations of the matrix products that a token meets: 2 * in * out each."""
         return flops(self)
 
+    def skippable_flops_per_token(self) -> int:
+        """The sum over the FFNs that this one is made of, each as often as a token meets it."""
+        parts = ((part, share) for _, part, share in walk(self) if isinstance(part, FFN))
+        return round(sum(part.skippable_flops_per_token() * share for part, share in parts))
+
     def matched_parameters(self) -> int:
         """The parameters that `ffn.match=params` makes equal to the plain MLP's.
 
@@ -33,10 +39,22 @@ class FeedForward(Penalised):
         return sum(p.numel() for p in own)
 
 
+class Kernel(Protocol):
+    """Another way to compute an FFN: what `ffn.kernel` puts in (see `nn.sparse`)."""
+
+    def takes(self, ffn: "FFN") -> bool:
+        """Whether the next call goes this way."""
+        ...
+
+    def __call__(self, ffn: "FFN", x: Tensor) -> tuple[Tensor, Tensor]:
+        """y (..., D), and the hidden values that are not zero."""
+        ...
+
+
 class FFN(FeedForward):
     """y = down(dropout(hidden(x))): a variant says what `hidden` is.
 
-    The split in `hidden` and `down` is the seam where a sparse kernel steps in. `make_act(d_ff)` builds this
+    The call is the seam where a sparse kernel steps in: a variant names none. `make_act(d_ff)` builds this
     layer's own activation (with its threshold), so that no state is shared between layers by accident.
     `bias` names the matrices that have one; names of matrices that a variant lacks are ignored, so that
     "all of them" can be said for every variant alike. d_ff counts the neurons: what `act` maps.
@@ -45,6 +63,7 @@ class FFN(FeedForward):
     up: nn.Module
     down: nn.Module
     l1: Tensor | None  # coefficient of the sum of |hidden| over the neurons, see nn.l1
+    kernel: Kernel | None = None  # None: the dense products
 
     def __init__(
         self,
@@ -85,16 +104,21 @@ class FFN(FeedForward):
         return TRAINING * sum(flops(matrix) for matrix in own) - dense
 
     def forward(
-        self, x: Float[Tensor, "... D"], rows: Int[Tensor, " n"] | None = None
+        self, x: Float[Tensor, "... D"], rows: Int[Tensor, " n"] | None = None, n_tokens: int | None = None
     ) -> Float[Tensor, "... D"]:
-        """y of every token. An expert gets all tokens (N, D) and the `rows` that are its own, and gives
-        theirs: so the probes see, in the arguments of the call, which tokens its neurons belong to.
+        """y of every token. An expert gets the tokens (n, D) that are its own, their `rows` among all
+        `n_tokens`, and gives y of its own: so the probes see, in the arguments of the call, which tokens its
+        neurons belong to.
         """
-        hidden = self.hidden(x if rows is None else x.index_select(0, rows))
+        if self.kernel is not None and self.kernel.takes(self):
+            y, hidden = self.kernel(self, x)
+        else:
+            hidden = self.hidden(x)
+            y = self.down(self.dropout(hidden))
         if self.l1 is not None and self.training:
             total = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-            self.penalty = self.l1 * total / x.shape[:-1].numel()
-        return self.down(self.dropout(hidden))
+            self.penalty = self.l1 * total / (n_tokens or x.shape[:-1].numel())
+        return y
 
 
 class GatedFFN(FFN):

@@ -1,13 +1,13 @@
-"""Measure how fast this machine trains, what probes cost, its matrix-product rate, or the start of a run."""
+"""Measure how fast this machine trains, what sparsity pays, what probes cost, its matrix rate, a start."""
 
 import argparse
 
-from ffnlab.verbs.bench import ffn, gemm, probes, shapes, startup, train
+from ffnlab.verbs.bench import ffn, gemm, probes, shapes, sparse, startup, train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    for module in (train, ffn, shapes, probes, gemm, startup):
+    for module in (train, ffn, sparse, shapes, probes, gemm, startup):
         text = module.__doc__ or ""
         each = what.add_parser(
             module.__name__.rpartition(".")[2],

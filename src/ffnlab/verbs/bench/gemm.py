@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from ffnlab.data import cache_dir
+from ffnlab.cache import cache_dir
 from ffnlab.device import DTYPES, choose_device, has_bf16
 from ffnlab.nn.rate import machine, measure, remember
 from ffnlab.verbs import quantity, show

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ffnlab import build
+from ffnlab.cache import cache_dir
 from ffnlab.config import settings
-from ffnlab.data import Dataset, cache_dir
+from ffnlab.data import Dataset
 from ffnlab.device import autocast, choose_device, choose_precision, has_bf16
 from ffnlab.errors import UserError
 from ffnlab.nn.gpt import GPT

@@ -1,0 +1,27 @@
+"""The sparse FFN: products that touch active (token, neuron) pairs only.
+
+A pattern says which pairs are active, in CSR: `crow` (T + 1,) int64 and `idx` (nnz,) int32, so that the
+entries crow[t] .. crow[t + 1] - 1 of `idx` are the active neurons of token t, ascending; `values` (nnz,) are
+theirs.
+
+    compact(x, W, b, C)          the active pairs of x W^T + b - C and their values (the one dense product)
+    spmm(pattern, h, W)          y_t  = sum over active f of h_tf W_f     (way down; gradient of x)
+    sddmm(pattern, a, W)         v_tf = a_t . W_f for active pairs        (gradient of h; `up` of gated units)
+    spmm_t(pattern, h, a, F)     G_f  = sum over its tokens t of h_tf a_t (gradients of the matrices)
+    column_sums(pattern, h, F)   s_f  = sum over its tokens t of h_tf     (gradients of b and C)
+
+W lies with one row per neuron: (F, D). In fp32 and bf16, on a GPU fp16 too, with fp32 sums; each row of a
+result is summed in an order that depends on its entries alone, whatever the number of threads, so the result
+does not depend on it. Backends: `cpu` (C++, compiled on first use), `gpu` (Triton), `reference` (plain
+PyTorch: every device and precision, small sizes).
+
+Floor, D = d_model, F = d_ff, T tokens, density p, fp32: each product does 2 p T F D operations and reads as
+many rows of D numbers from L2 as there are pairs, p T F * 4 D bytes: half an operation per byte, where the
+dense product reaches tens. So they are bound by L2 and not by the arithmetic: at 94 GB/s (one core of a
+Xeon with AVX-512) 47 GFLOP/s, of which spmm and spmm_t reach 43 to 45 and sddmm 37; bf16 reads half of it
+and is bound by unpacking (4 operations for 32 numbers). `ffnlab bench sparse` measures all of it again.
+"""
+
+from ffnlab.kernels.ops import column_sums, compact, sddmm, spmm, spmm_t, unavailable
+
+__all__ = ["column_sums", "compact", "sddmm", "spmm", "spmm_t", "unavailable"]

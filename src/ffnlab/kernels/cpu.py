@@ -1,0 +1,117 @@
+"""The CPU backend: fp32 and bf16 tensors handed to the compiled library. Its functions are those of
+`reference`.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ffnlab.kernels.build import library
+from ffnlab.kernels.pattern import Last, row_starts
+
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+BLOCK_BYTES = 2**22  # of pre-activations at a time: still in the cache when they are compacted
+SLACK = 16  # entries that a vector may write behind the last one
+
+
+@functools.cache
+def function(name: str) -> Any:
+    """A function of the library."""
+    found = library()[name]
+    found.restype = ctypes.c_int64
+    return found
+
+
+def call(name: str, *args: Tensor | int) -> int:
+    """One function of the library: tensors go as pointers, numbers as int64, the number of threads last."""
+    given = (ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int64(a) for a in args)
+    return function(name)(*given, ctypes.c_int(torch.get_num_threads()))
+
+
+def compact(
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor, d_ff: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The dense product and the threshold block by block: the pre-activations are never there as a whole."""
+    n = weight.shape[0]
+    threshold = threshold.to(x.dtype).contiguous()
+    size = max(64, BLOCK_BYTES // (max(1, n) * x.element_size()))
+    block = min(x.shape[0], size)
+    pre, wide_val = x.new_empty(block, n), x.new_empty(block, d_ff + SLACK)
+    wide_idx = wide_val.new_empty(wide_val.shape, dtype=torch.int32)
+    parts = []
+    for rows in x.contiguous().split(size):
+        m = rows.shape[0]
+        if bias is None:
+            torch.mm(rows, weight.t(), out=pre[:m])
+        else:
+            torch.addmm(bias, rows, weight.t(), out=pre[:m])
+        parts.append(compact_block(pre[:m], threshold, d_ff, wide_idx, wide_val))
+    if len(parts) == 1:
+        return parts[0]
+    starts, idx, val = zip(*parts, strict=True)
+    return row_starts(torch.cat([each.diff() for each in starts])), torch.cat(idx), torch.cat(val)
+
+
+def compact_block(
+    pre: Tensor, threshold: Tensor, d_ff: int, wide_idx: Tensor, wide_val: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The active pairs of some rows: each row into a place of its own first, for how many there are is not
+    known, then all together.
+    """
+    kind, (rows, n), room = DTYPES[pre.dtype], pre.shape, wide_val.shape[1]
+    starts = torch.empty(rows + 1, dtype=torch.int64)
+    step = int(threshold.numel() > 1)
+    total = call(f"compact_{kind}", pre, threshold, step, rows, n, d_ff, room, wide_idx, wide_val, starts)
+    idx, val = wide_idx.new_empty(total), wide_val.new_empty(total)
+    call(f"pack_{kind}", wide_idx, wide_val, starts, rows, room, idx, val)
+    return starts, idx, val
+
+
+def spmm(crow: Tensor, idx: Tensor, values: Tensor, dense: Tensor) -> Tensor:
+    dense = dense.contiguous()
+    rows, (n, cols) = crow.shape[0] - 1, dense.shape
+    y = dense.new_empty(rows, cols)
+    call(f"spmm_{DTYPES[dense.dtype]}", crow, idx, values.contiguous(), dense, y, rows, n, cols)
+    return y
+
+
+def sddmm(crow: Tensor, idx: Tensor, a: Tensor, dense: Tensor) -> Tensor:
+    a, dense = a.contiguous(), dense.contiguous()
+    out = dense.new_empty(idx.shape[0])
+    call(f"sddmm_{DTYPES[dense.dtype]}", crow, idx, a, dense, out, a.shape[0], *dense.shape)
+    return out
+
+
+def spmm_t(crow: Tensor, idx: Tensor, values: Tensor, a: Tensor, n: int) -> Tensor:
+    ccol, row_of, order = transposed(crow, idx, n)
+    by_column = torch.empty_like(values, memory_format=torch.contiguous_format)
+    call(f"gather_{DTYPES[a.dtype]}", values.contiguous(), order, by_column, idx.shape[0])
+    return spmm(ccol, row_of, by_column, a)
+
+
+def column_sums(crow: Tensor, idx: Tensor, values: Tensor, n: int) -> Tensor:
+    ccol, _, order = transposed(crow, idx, n)
+    sums = torch.empty(n, dtype=torch.float32)
+    call(f"column_sums_{DTYPES[values.dtype]}", ccol, order, values.contiguous(), sums, n)
+    return sums
+
+
+LAST: Last[tuple[Tensor, Tensor, Tensor]] = Last()
+
+
+def transposed(crow: Tensor, idx: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pattern by columns: where each column starts (n + 1,), and for each of its entries the row and the
+    place in `idx`, rows ascending.
+    """
+    return LAST.of(crow, idx, n, transpose)
+
+
+def transpose(crow: Tensor, idx: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`transposed`, made anew."""
+    ccol = torch.empty(n + 1, dtype=torch.int64)
+    row_of, order = torch.empty_like(idx), torch.empty_like(idx)
+    call("transpose_pattern", crow, idx, crow.shape[0] - 1, n, ccol, row_of, order)
+    return ccol, row_of, order

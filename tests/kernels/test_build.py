@@ -1,0 +1,54 @@
+"""Compiling on first use: what is kept, and what is said where it cannot be done."""
+
+from pathlib import Path
+
+import pytest
+
+from ffnlab.kernels import build
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An empty cache and nothing loaded."""
+    monkeypatch.setenv("FFNLAB_CACHE", str(tmp_path))
+    build.library.cache_clear()
+    yield tmp_path
+    build.library.cache_clear()
+
+
+def test_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    build.library()
+    (kept,) = (fresh / "kernels").iterdir()
+    build.library.cache_clear()
+    monkeypatch.setattr(build, "compile_to", lambda *_: pytest.fail("compiled again"))
+    build.library()
+    assert kept.suffix == ".so"
+
+
+def test_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(fresh))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(build.NoCompiler, match="compiler found"):
+        build.library()
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    broken = fresh / "c++"
+    broken.write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(build.NoCompiler, match="no such header"):
+        build.library()
+    assert not list((fresh / "kernels").iterdir())
+
+
+def test_a_torn_library_is_made_again(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    build.library()
+    (kept,) = (fresh / "kernels").iterdir()
+    torn = fresh / "elsewhere/kernels" / kept.name
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(kept.read_bytes()[:100])
+    monkeypatch.setenv("FFNLAB_CACHE", str(fresh / "elsewhere"))
+    build.library.cache_clear()
+    assert build.library().spmm_f32
+    assert torn.stat().st_size == kept.stat().st_size

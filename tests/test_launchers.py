@@ -211,4 +211,4 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_extra(
     loader = explain.config_loader(root / "configs")
     monkeypatch.setattr(explain.Tree, "options", lambda self, group: ["basic", "process"])
     (problem,) = explain.explain(["hydra/launcher=submitit_slurm"], loader, lambda cfg: None)
-    assert problem.endswith("needs a plugin of Hydra's: pip install -e '.[slurm]'")
+    assert problem.endswith("needs a plugin: pip install -e '.[slurm]'")

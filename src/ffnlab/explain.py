@@ -24,11 +24,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ffnlab.errors import UserError, closest, nearest, unknown
 
-# Choices that a plugin of Hydra's brings.
-EXTRAS = {
-    ("hydra/launcher", name): f"needs a plugin of Hydra's: pip install -e '.[{extra}]'"
-    for name, extra in {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}.items()
-}
+PLUGINS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # launcher -> extra
+EXTRAS = {("hydra/launcher", k): f"needs a plugin: pip install -e '.[{v}]'" for k, v in PLUGINS.items()}
 
 
 def explain(
@@ -57,11 +54,7 @@ def explain(
         validate(cfg)
     except UserError as error:
         problems += error.problems
-    except (
-        HydraException,
-        OSError,
-        ValueError,
-    ) as error:  # overrides that are right one by one, not together
+    except (HydraException, OSError, ValueError) as error:  # right one by one, not together
         problems.append(brief(error))
     return list(dict.fromkeys(problems))
 
@@ -169,9 +162,8 @@ def _unknown_key(key: str, tree: Tree, base: DictConfig) -> str:
     own = key.startswith("hydra.")
     names = [p for p in _paths(OmegaConf.to_container(base)) if p.startswith("hydra.") == own]
     stem, _, last = key.rpartition(".")
-    by_last = {
-        p.rpartition(".")[2]: p for p in sorted(names, key=lambda p: -p.count("."))
-    }  # the shallowest wins
+    shallowest_last = sorted(names, key=lambda p: -p.count("."))
+    by_last = {p.rpartition(".")[2]: p for p in shallowest_last}
     siblings = {p.rpartition(".")[2]: p for p in names if p.rpartition(".")[0] == stem}
     if not stem:
         siblings |= {group: group for group in tree.groups()}

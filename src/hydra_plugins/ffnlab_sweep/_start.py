@@ -20,7 +20,7 @@ JOB_ENV = {"PYTHONUNBUFFERED": "1", "HYDRA_FULL_ERROR": "1"}  # logs are live, a
 
 def script() -> str:
     """The path of the script that was started: train.py."""
-    return os.path.abspath(str(sys.modules["__main__"].__file__))
+    return os.path.abspath(sys.argv[0])
 
 
 def arguments(config: DictConfig) -> list[str]:

@@ -45,6 +45,8 @@ def test_one_folder_holds_the_whole_record(run: Path, wandb_rows, capsys: pytest
         rows = wandb_rows(folder)
         assert [row["step"] for row in rows if "train/loss" in row] == [0, 1, 2, 3]
     assert f"4 rows offline in {folder}" in capsys.readouterr().out
+    assert call(str(run.parent), "--mode", "offline") == 0  # the folder of a study
+    assert f"{run}: 4 rows offline" in capsys.readouterr().out
 
 
 @pytest.mark.slow

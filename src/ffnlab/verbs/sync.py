@@ -20,7 +20,7 @@ from ffnlab.record.wandb import WandbSink
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories or study folders")
     parser.add_argument(
         "--mode", default="auto", choices=("auto", "online", "offline"), help="auto: online when logged in"
     )
@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    plans = [(path, load_config(path), read_info(path)) for path in args.runs]
+    runs = [run for path in args.runs for run in inside(path)]
+    plans = [(path, load_config(path), read_info(path)) for path in runs]
     if unfit := [path for path, _, info in plans if not {"id", "name"} <= info.keys()]:
         raise UserError(
             *(
@@ -42,6 +43,13 @@ def run(args: argparse.Namespace) -> int:
     for path, cfg, info in plans:
         copy(path, cfg, info, args)
     return 0
+
+
+def inside(path: Path) -> list[Path]:
+    """A run directory itself, or the runs in a study folder, by name."""
+    if (path / "config.yaml").exists():
+        return [path]
+    return sorted(file.parent for file in path.glob("*/config.yaml")) or [path]  # which is then refused
 
 
 def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.Namespace) -> None:

@@ -189,7 +189,7 @@ def test_what_lies_at_the_threshold(gpt, observer, batch, threshold):
 
 def test_at_c_and_beyond_the_histogram_in_bf16():
     """C = 0.3 is 0.3008 in bf16, as the forward pass subtracts it; a pre-activation at C is not active."""
-    act = LearnedThreshold(init=0.3, active_frac=None, scope="layer")(torch.nn.ReLU(), 4)
+    act = LearnedThreshold(init=0.3, active_frac=None, scope="neuron")(torch.nn.ReLU(), 4)
     block = torch.nn.ModuleDict({"ffn": torch.nn.ModuleDict({"act": act})})
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])})
     pre = torch.tensor([[0.3008, 9.0, -9.0, 0.25], [0.5, 3.0, -3.0, 0.3]]).bfloat16()

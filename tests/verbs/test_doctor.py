@@ -186,6 +186,50 @@ def test_a_threshold_below_all_pre_activations():
     assert "threshold" in always.remedy
 
 
+def test_an_expert_without_tokens_is_not_always_on():
+    subject = start("ffn=moe")
+    with torch.no_grad():
+        subject.model.get_parameter("blocks.0.ffn.router.weight").zero_()  # the first two get all
+    findings = examined(subject)
+    assert at(findings, "never-negative neurons", "L00").value < 0.1
+    assert at(findings, "dead neurons", "L00").value >= 6 / 8
+
+
+def test_neurons_that_no_token_keeps_are_not_dead():
+    subject = start("ffn=dynamic")
+    with torch.no_grad():
+        subject.model.get_parameter("blocks.0.ffn.width.controller.weight").zero_()
+        subject.model.get_parameter("blocks.0.ffn.width.controller.bias").fill_(-2.0)  # keeps 12 %
+    assert at([*neurons.check(subject)], "dead neurons", "L00").verdict == "ok"
+
+
+def test_updates_are_those_of_the_full_rate():
+    now, before = {"m.w": torch.tensor(1.1)}, {"m.w": torch.tensor(1.0)}
+    assert trial.relative(now, before, 0.5) == {"m": pytest.approx(0.2)}
+
+
+def test_what_lies_behind_a_zero_start_may_move_little():
+    name = "blocks.0.attn.q"
+    for norms, verdict in ((0.0, "ok"), (1e-3, "look")):
+        shown = trial.Trial(norms=[{f"{name}.weight": norms}, {f"{name}.weight": 1e-3}], updates={name: 1e-7})
+        (found,) = trial.updates(start(), shown)
+        assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(("above", "verdict"), [(1.9, "ok"), (2.1, "look")])
+def test_a_first_loss_far_above_ln_v(above, verdict):
+    subject = start()
+    shown = trial.Trial(losses=[math.log(subject.model.vocab_size) + above])
+    assert trial.loss(subject, shown).verdict == verdict
+
+
+def test_the_stress_is_seen_in_front_of_the_activation_too():
+    subject = start("act=tanh")
+    with torch.no_grad():
+        subject.model.blocks[1]["ffn"].up.weight.mul_(20)
+    assert at([*stress.check(subject)], "stress input, fp32", "L01").value > 100
+
+
 def test_a_layer_that_overflows_in_fp16():
     """up x 20: sd 100 on the stress input, so the largest of 128,000 squares is about (450)^2 > 65504."""
     subject = start()

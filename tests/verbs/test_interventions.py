@@ -107,10 +107,13 @@ def test_means_of_half_precision_are_those_of_fp32(run: Path):
     torch.testing.assert_close(activity.active_frac(name), (post != 0).double().mean(0))
 
 
-@pytest.mark.parametrize("windows", [1, 6, 10**6])
-def test_batches_are_of_one_size(run: Path, windows: int):
-    batches = Trained(run).batches(windows)
-    assert {len(x) for x, _ in batches} == {min(windows, 4)}
+def test_batches_are_of_one_size(run: Path, monkeypatch: pytest.MonkeyPatch):
+    trained = Trained(run)
+    there = (trained.data.n_val - 1) // 32
+    size = next(n for n in (3, 5, 7, 11, 13) if there % n)
+    monkeypatch.setattr("ffnlab.trained.WINDOWS_AT_ONCE", size)
+    for windows, expected in ((1, [1]), (size, [size]), (10**6, [size] * (there // size))):
+        assert [len(x) for x, _ in trained.batches(windows)] == expected
 
 
 def test_a_run_of_another_machine_can_be_asked(tmp_path: Path):

@@ -40,9 +40,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if busy := [path for path, _, info in plans if info.get("status") == "running"]:
         raise UserError(*(f"{path} is running: sync it when it is over" for path in busy))
-    for path, cfg, info in plans:
-        copy(path, cfg, info, args)
-    return 0
+    whole = [copy(path, cfg, info, args) for path, cfg, info in plans]
+    return 0 if all(whole) else 1
 
 
 def inside(path: Path) -> list[Path]:
@@ -52,8 +51,8 @@ def inside(path: Path) -> list[Path]:
     return sorted(file.parent for file in path.glob("*/config.yaml")) or [path]  # which is then refused
 
 
-def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.Namespace) -> None:
-    """One run; the sessions' own offline folders go when the new one is whole."""
+def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.Namespace) -> bool:
+    """One run, and whether it went through; the sessions' own offline folders go when the new one is whole."""
     sink = tracker(cfg, args)
     before = set((path / "wandb").glob("offline-run-*"))
     copies = Sinks([sink])
@@ -66,13 +65,16 @@ def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.N
     for picture in sorted((path / "figures").glob("*.png")):
         copies.image(picture.stem, picture, int(last.get("step", 0)))
     final = {k: v for k, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
-    copies.finish(str(info.get("status", "done")), final)
+    if not copies.finish(str(info.get("status", "done")), final):
+        print(f"{path}: NOT copied whole, for the reason above; the same command begins again")
+        return False
     made = set((path / "wandb").glob("offline-run-*")) - before
     if sink.mode == "offline" and made:
         for folder in before:
             shutil.rmtree(folder)
     where = f"offline in {next(iter(made))}" if made else "sent"
     print(f"{path}: {len(rows)} rows {where}")
+    return True
 
 
 def tracker(cfg: dict[str, Any], args: argparse.Namespace) -> WandbSink:

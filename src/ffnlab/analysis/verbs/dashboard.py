@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    runs = find(args.runs)
     dashboard.require()
-    contents = read(find(args.runs), args.project, args.entity, args.title)
+    contents = read(runs, args.project, args.entity, args.title)
     if args.json is not None:
         write_atomic(args.json, json.dumps(dashboard.spec(contents), indent=2) + "\n")
         print(f"written: {args.json}")

@@ -151,6 +151,35 @@ def test_the_knee_is_the_last_before_the_first_bad_one():
     assert sparsify.knee([{"active_frac": 1.0, "rise": float("nan")}], 0.01) is None
 
 
+def test_the_summary_says_where_the_knee_is_and_whether_it_was_found():
+    def rows(*rises: float) -> list[dict]:
+        fracs = (0.5, 0.2, 0.1)
+        return [
+            {"method": "none" if i == 0 else "c", "active_frac": frac, "rise": rise}
+            for i, (frac, rise) in enumerate(zip(fracs, rises, strict=True))
+        ]
+
+    assert sparsify.at_knee(rows(0, 0.005, 0.02), 0.01) == "20.00%"
+    assert sparsify.at_knee(rows(0, 0.005, 0.006), 0.01) == "10.00% (lowest tried)"
+    assert sparsify.at_knee(rows(0, 0.03, 0.006), 0.01) == "50.00% (as it is)"
+    assert sparsify.at_knee(rows(float("nan"), 0, 0), 0.01) == "not finite"
+
+
+def test_a_summary_is_printed_and_all_is_in_the_table(run: Path, capsys: pytest.CaptureFixture[str]):
+    rows = call(sparsify, run)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) < 16
+    assert f"all {len(rows)} measurements, with standard errors: {run / 'sparsify.csv'}" in printed
+    together = {r["kept_frac"]: r["rise"] for r in rows if (r["method"], r["layer"]) == ("top_k", "all")}
+    (line,) = [line for line in printed if line.startswith("top_k all")]
+    assert line.split()[-1] == f"{together[0.01]:+.4f}"  # 0.3 to 0.01, every second
+
+
+def test_what_was_put_in_place_is_on_record(run: Path):
+    for words, instead in (((), "zero"), (("--mean",), "mean")):
+        assert {r["instead"] for r in call(ablate, run, "--layer", "L00", *words)} == {instead}
+
+
 def test_a_neuron_that_is_out_is_a_column_of_down_that_is_zero(run: Path):
     rows = call(ablate, run, "--neuron", "L01:3", "--layer", "L00")
     trained = Trained(run)

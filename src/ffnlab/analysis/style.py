@@ -12,7 +12,7 @@ from matplotlib.font_manager import findfont, get_font
 STYLE = Path(__file__).with_name("ffnlab.mplstyle")
 
 # Okabe and Ito's colours, told apart with every kind of colour vision.
-BLACK, BLUE, RED, GREEN, PURPLE, ORANGE, SKY = (
+BLACK, BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = (
     "#000000",
     "#0072B2",
     "#D55E00",
@@ -37,6 +37,11 @@ def ordered(n: int) -> list[tuple[float, ...]]:
 def visible(text: str) -> str:
     r"""Text with what cannot be seen, or has no glyph, written as in Python: '\n', '\u5b57'."""
     return "".join(c if c.isprintable() and ord(c) in _glyphs() else _escaped(c) for c in text)
+
+
+def seen(text: str) -> str:
+    r"""Text with what cannot be seen written as in Python: '\n', '\x00'; for pages, which have all glyphs."""
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 
 def literal(text: str) -> str:

@@ -23,12 +23,14 @@ from ffnlab.errors import UserError
 from ffnlab.intervene import Activity, Change, acts, changed, collected
 from ffnlab.probe.activity import has_exact_zeros
 from ffnlab.probe.base import thresholds
+from ffnlab.record.rundir import read_info
 from ffnlab.record.table import write_table
 from ffnlab.trained import Trained
 from ffnlab.verbs import show
 
 FRACS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
 METHODS = ("c", "eps", "top_k")
+SHOWN = 5  # shares in the summary
 COLUMNS = ("method", "layer", "kept_frac", "active_frac", "loss", "rise", "rise_se")
 
 
@@ -58,11 +60,18 @@ def run(args: argparse.Namespace) -> int:
     if not sites:
         raise UserError(f"{args.run} has no FFN: there is nothing to make sparser")
     methods = allowed(trained, [name for found in sites.values() for name in found], args.method)
-    rows = sweep(trained, sites, methods, sorted(args.fracs, reverse=True), trained.batches(args.windows))
+    batches = trained.batches(args.windows)
+    rows = sweep(trained, sites, methods, sorted(args.fracs, reverse=True), batches)
     file = args.run / "sparsify.csv"
     write_table(file, COLUMNS, rows)
+    base = next(r for r in rows if (r["method"], r["layer"]) == ("none", "all"))
+    print(f"unchanged: {base['loss']:.4f} nats per token with {base['active_frac']:.2%} of the pairs active")
+    val = read_info(args.run).get("final", {}).get("val/loss")
+    of_training = f" (val/loss of training, on its own choice of windows: {val:.4f})" if val else ""
+    print(f"on {sum(len(x) for x, _ in batches)} windows of the validation split{of_training}\n")
     present(rows, args.tolerance)
-    print(f"\n{file}\nits figure: ffnlab figures {args.run} sparsify")
+    print(f"\nall {len(rows)} measurements, with standard errors: {file}")
+    print(f"its figure: ffnlab figures {args.run} sparsify")
     return 0
 
 
@@ -219,22 +228,28 @@ def knee(rows: Sequence[Row], tolerance: float) -> Row | None:
 
 
 def present(rows: list[Row], tolerance: float) -> None:
-    """One line for each measurement, and the knees below."""
-    cells = [
-        (
-            f"{r['method']} {r['layer']}",
-            f"{r['active_frac']:.2%}",
-            f"{r['loss']:.4f}",
-            f"{r['rise']:+.4f}",
-            f"{r['rise_se']:.4f}",
-        )
-        for r in rows
-    ]
-    heads = ("method, layers", "active", "loss (nats)", "rise", "s.e.")
-    show("validation loss against active fraction", heads, cells)
-    print()
+    """A line for each way and its layers: where the knee is, and the rise at a few shares."""
+    fracs = sorted({r["kept_frac"] for r in rows if r["method"] != "none"}, reverse=True)
+    shown = fracs[:: max(1, -(-len(fracs) // SHOWN))]
+    cells = []
     for method, layer in dict.fromkeys((r["method"], r["layer"]) for r in rows if r["method"] != "none"):
-        own = [r for r in rows if (r["method"], r["layer"]) in ((method, layer), ("none", layer))]
-        at = knee(own, tolerance)
-        if at is not None:
-            print(f"{method} {layer}: {at['active_frac']:.2%} active within {tolerance:g} nats")
+        own = [r for r in rows if (r["method"], r["layer"]) == (method, layer)]
+        dense = [r for r in rows if (r["method"], r["layer"]) == ("none", layer)]
+        rise = {r["kept_frac"]: f"{r['rise']:+.4f}" for r in own}
+        cells.append(
+            (f"{method} {layer}", at_knee(dense + own, tolerance), *(rise.get(frac, "-") for frac in shown))
+        )
+    heads = ("method, layers", f"active at {tolerance:g} nats", *(f"rise at {frac:.3g}" for frac in shown))
+    show(
+        "rise of the validation loss (nats) by the share of (token, neuron) pairs that is kept", heads, cells
+    )
+
+
+def at_knee(rows: Sequence[Row], tolerance: float) -> str:
+    """The knee on paper: its active fraction, and whether it is where the trials began or ended."""
+    found = knee(rows, tolerance)
+    if found is None:
+        return "not finite"
+    lowest = found is min(rows, key=lambda r: r["active_frac"])
+    where = "as it is" if found["method"] == "none" else "lowest tried" if lowest else ""
+    return f"{found['active_frac']:.2%}{f' ({where})' if where else ''}"

@@ -31,8 +31,14 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", ["threshold", "preact_animation"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if (kind == "gif") == (name != "threshold") else [pytest.mark.slow])
+        for name in ("threshold", "preact_animation")
+        for kind in FORMATS
+    ],
+)
 def test_formats_and_the_same_bytes_again(recorded: Run, name: str, kind: str):
     drawings = [entries()[name].draw(recorded, Options()) for _ in range(2)]
     first, second = (render(d._replace(frames=d.frames[:3]), name, kind) for d in drawings)

@@ -158,8 +158,12 @@ def test_stress_input_stays_finite(name, act, dtype, make_ffn):
     assert all(p.grad.isfinite().all() for p in ffn.parameters())
 
 
+# Experts take long; the formulas of the others are those of swiglu, mlp or paired with another activation.
+SLOW_DERIVATIVES = {"moe", "switch", "bilinear", "geglu", "glu", "reglu", "reglu2", "paired_init", "multi"}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in {"moe", "switch"} else n for n in NAMES]
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_DERIVATIVES else n for n in NAMES]
 )
 def test_derivatives_by_finite_differences(name, make_ffn):
     act, _ = FORMULAS[name]

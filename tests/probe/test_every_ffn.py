@@ -67,10 +67,8 @@ def test_every_probe_on_every_ffn(ffn):
         assert sizes == ({neurons} if neurons else set())
 
 
-@pytest.mark.parametrize(
-    ("ffn", "dtype"),
-    [("moe", torch.bfloat16), pytest.param("swiglu", torch.float16, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ffn", "dtype"), [("moe", torch.bfloat16), ("swiglu", torch.float16)])
 def test_every_probe_in_half_precision_and_checkpointed(ffn, dtype):
     _, half, _, _ = observed(f"ffn={ffn}", autocast=partial(torch.autocast, "cpu", dtype), checkpointed=True)
     _, full, _, _ = observed(f"ffn={ffn}")

@@ -1,4 +1,4 @@
-"""Reads outputs/sparsity_payoff, writes results/: the arms against `c_dense`, every run, time and density by layer."""
+"""Reads outputs/sparsity_payoff, writes results/: the arms against `c_dense`, all runs, layers at the end."""
 
 from pathlib import Path
 

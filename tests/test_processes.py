@@ -123,7 +123,7 @@ def unused_port() -> int:
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all(tmp_path: Path, root: Path):
     """T5: the one that does not lead is told; the leader saves, and the run goes on to the same bits."""
-    long = ("train.steps=120", "train.batch_size=2", "checkpoint.every=1000")
+    long = ("train.steps=200", "train.batch_size=2", "checkpoint.every=1000")
     whole = torchrun(root, 2, f"out={tmp_path / 'whole'}", *long)
     assert whole.returncode == 0, whole.stderr
     out = tmp_path / "run"
@@ -131,7 +131,7 @@ def test_a_signal_to_one_process_stops_all(tmp_path: Path, root: Path):
     command += [str(root / "train.py"), *TINY, f"out={out}", *long]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 120
-    while time.monotonic() < until and not ((out / "metrics.jsonl").exists() and len(rows(out)) > 5):
+    while time.monotonic() < until and not ((out / "metrics.jsonl").exists() and len(rows(out)) > 3):
         time.sleep(0.02)
     leader = json.loads((out / "lock").read_text())["pid"]
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
@@ -142,10 +142,10 @@ def test_a_signal_to_one_process_stops_all(tmp_path: Path, root: Path):
     assert "SIGTERM after step" in err
     info = json.loads((out / "run.json").read_text())
     assert info["status"] == "interrupted"
-    assert 1 < info["final"]["step"] < 120
+    assert 1 < info["final"]["step"] < 200
     again = torchrun(root, 2, f"out={out}", *long)
     assert again.returncode == 0, again.stderr
-    (a, _), (b, _) = (load(run / "checkpoints/step-000120") for run in (tmp_path / "whole", out))
+    (a, _), (b, _) = (load(run / "checkpoints/step-000200") for run in (tmp_path / "whole", out))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 

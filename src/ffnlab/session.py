@@ -96,8 +96,8 @@ class Session:
 
     def stopped(self, stop: Stop) -> bool:
         """Whether any process was asked to stop: all ask together."""
-        stop.signum = self.processes.highest(stop.signum or 0) or None
-        return stop.signum is not None
+        stop.told = self.processes.highest(stop.signum or 0) or None
+        return stop.told is not None
 
     def begin(self, checkpoint: Path | None) -> Progress:
         """Go on from a checkpoint, or start: thresholds with an `active_frac` are set on the probe batch."""

@@ -15,8 +15,13 @@ class Stop:
     """Remembers the first signal; a second one ends the process at once with 128 + its number."""
 
     def __init__(self) -> None:
-        self.received: int | None = None  # by this process
-        self.signum: int | None = None  # by any process of the run, once they have told each other
+        self.received: int | None = None  # by this process, at any moment
+        self.told: int | None = None  # by any process of the run, as they agreed when they last asked
+
+    @property
+    def signum(self) -> int | None:
+        """The signal that this process knows of."""
+        return self.received or self.told
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -26,7 +31,7 @@ class Stop:
             if self.received is not None:
                 os.write(2, b"stopped at once: what came after the last checkpoint is lost\n")
                 raise SystemExit(128 + signum)
-            self.received = self.signum = signum
+            self.received = signum
 
         before = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:

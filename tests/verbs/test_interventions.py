@@ -94,16 +94,55 @@ def test_a_c_of_each_neuron_rises_by_the_same(tmp_path: Path):
             assert activity.fracs()[label] == pytest.approx(0.05, abs=1e-3)
 
 
-def test_means_of_half_precision_are_those_of_fp32(run: Path):
+def test_what_is_put_in_place_of_an_ffn_is_its_mean(run: Path):
+    layers = ablate.Layers(trained := Trained(run), 256)
+    windows = trained.data.scan_tokens(256)
+    with torch.no_grad(), collected(trained.model, ["blocks.1.ffn"], "output") as seen:
+        trained.model(windows)
+    expected = seen["blocks.1.ffn"][0].mean(0)
+    torch.testing.assert_close(layers.mean_branch["blocks.1.ffn"], expected)
+    change = layers.without_ffn("L01", mean=True)["blocks.1.ffn"]
+    torch.testing.assert_close(change(torch.zeros(2, 3, 32)), expected.expand(2, 3, 32))
+
+
+def test_neurons_of_experts_are_numbered_through(tmp_path: Path):
+    layers = ablate.Layers(Trained(make_run(tmp_path / "run", "ffn=moe")), 64)
+    width = layers.width("L00") // 8
+    changes = layers.without("L00", torch.tensor([3, 2 * width + 1, 2 * width + 5]), mean=False)
+    out = {name.split(".")[4]: change(torch.ones(1, width))[0] for name, change in changes.items()}
+    assert {e: (post == 0).nonzero().flatten().tolist() for e, post in out.items()} == {"0": [3], "2": [1, 5]}
+
+
+def test_least_and_most_active(run: Path):
+    parser = argparse.ArgumentParser()
+    ablate.add_arguments(parser)
+    layers = ablate.Layers(Trained(run), 256)
+    scores = layers.scores("L01")
+    least, most = ablate.ablations(parser.parse_args([str(run), "--least", "9", "--most", "9"]), layers)
+    assert (least.what, most.what) == ("least active 9", "most active 9")
+    for out, expected in ((least, scores.sort().values[:9]), (most, scores.sort().values[-9:])):
+        off = out.changes["blocks.1.ffn.act"](torch.ones(1, 128))[0] == 0
+        assert torch.equal(scores[off].sort().values, expected)
+
+
+def test_the_standard_error_of_a_rise():
+    """sd of 1, 2, 6 is sqrt(7)."""
+    losses, base = torch.tensor([2.0, 4.0, 9.0]).double(), torch.tensor([1.0, 2.0, 3.0]).double()
+    rows = ablate.row(ablate.Out("", "", 0, {}), losses, base), sparsify.row("", "", 1, losses, base, 1)
+    for row in rows:
+        assert (row["loss"], row["rise"], row["rise_se"]) == pytest.approx((5, 3, (7 / 3) ** 0.5))
+
+
+def test_means_of_half_precision_are_those_of_fp32(tmp_path: Path):
     """A sum in bf16 would be 8 bits long."""
-    trained = Trained(run)
+    trained = Trained(make_run(tmp_path / "run", "act=silu"))
     activity, name = Activity(trained.model), "blocks.0.ffn.act"
     act = trained.model.get_submodule(name)
-    pre = torch.rand(999, 128).bfloat16()
+    pre = torch.randn(999, 128).bfloat16() + 1
     with activity.on():
         post = act(pre).double()
-    torch.testing.assert_close(activity.mean(name), post.mean(0), rtol=1e-6, atol=0)
-    torch.testing.assert_close(activity.mean_size(name), post.abs().mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(activity.mean(name), post.mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(activity.mean_size(name), post.abs().mean(0), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(activity.active_frac(name), (post != 0).double().mean(0))
 
 

@@ -58,6 +58,7 @@ MAY_IMPORT = {
 ONLY = {
     "wandb": {"record.wandb", "record.dashboard"},
     "wandb_workspaces": {"record.dashboard"},
+    "triton": {"kernels"},
     "hydra": CONFIG | {"cli", "train.py", "hydra_plugins"},
     "omegaconf": CONFIG | {"build", "cli", "train.py", "hydra_plugins"},
 }

@@ -17,8 +17,8 @@ from torch import nn
 import ffnlab
 from ffnlab.device import instruction_set
 from ffnlab.errors import UserError
-from ffnlab.nn.count import TRAINING
-from ffnlab.nn.ffn.base import FFN
+from ffnlab.nn.count import TRAINING, walk
+from ffnlab.nn.ffn.base import FFN, FeedForward
 from ffnlab.nn.rate import cpu_name
 from ffnlab.probe.base import layers
 from ffnlab.session import Session
@@ -48,6 +48,7 @@ def facts(
         "parameters": sum(p.numel() for p in session.model.parameters()),
         "flops_per_token": flops,
         "skippable_flops_per_token": skippable(session.model),
+        "token_share": token_share(session.model),
         "matrix_rate_flops_per_s": rate,
         "versions": {
             "ffnlab": ffnlab.__version__,
@@ -62,14 +63,25 @@ def facts(
 
 def skippable(model: nn.Module) -> dict[str, int]:
     """What a sparse kernel could skip in the training of each layer, per token, if no neuron were active
-    (`FFN.skippable_flops_per_token`). Layers of several FFNs (experts) are left out.
+    (`FeedForward.skippable_flops_per_token`).
     """
-    parts = {
-        label: model.get_submodule(acts[0].rpartition(".")[0])
-        for label, acts in layers(name for name, _ in model.named_modules(remove_duplicate=False)).items()
-        if len(acts) == 1
+    return {label: ffn.skippable_flops_per_token() for label, ffn in ffns(model).items()}
+
+
+def token_share(model: nn.Module) -> dict[str, float]:
+    """The share of the tokens that meet a neuron, by layer: 1, or top_k / n_experts."""
+    shares = {
+        label: [share for _, part, share in walk(ffn) if isinstance(part, FFN)]
+        for label, ffn in ffns(model).items()
     }
-    return {label: ffn.skippable_flops_per_token() for label, ffn in parts.items() if isinstance(ffn, FFN)}
+    return {label: float(min(found)) for label, found in shares.items()}
+
+
+def ffns(model: nn.Module) -> dict[str, FeedForward]:
+    """The FFNs by layer; one of a user's own class is left out."""
+    found = layers(name for name, _ in model.named_modules(remove_duplicate=False))
+    parts = {label: model.get_submodule(".".join(acts[0].split(".")[:3])) for label, acts in found.items()}
+    return {label: part for label, part in parts.items() if isinstance(part, FeedForward)}
 
 
 def device_name(device: torch.device) -> str:

@@ -89,8 +89,10 @@ def study(make: Make, tmp_path: Path) -> Path:
     """Three arms of six seeds."""
     for arm, losses in FINAL.items():
         for seed, loss in enumerate(losses):
-            created = f"2026-01-01T00:00:0{list(FINAL).index(arm)}"
-            make(f"{arm}-s{seed}", seed=seed, loss=loss, arm=arm, created=created)
+            info: dict = {"created": f"2026-01-01T00:00:0{list(FINAL).index(arm)}"}
+            if arm == "same":
+                info["token_share"] = {"L00": 1.0, "L01": 0.5}
+            make(f"{arm}-s{seed}", seed=seed, loss=loss, arm=arm, **info)
     return tmp_path / "study"
 
 
@@ -115,6 +117,8 @@ def test_verdicts_differences_and_costs(study: Path):
     assert cost.skippable_frac == pytest.approx(800 / 9000)
     assert cost.baseline_steps is not None
     assert cost.baseline_steps.beyond
+    experts = found.costs["same"]  # L01: 4 experts, top 2, of which 0.25 / 0.5 of the neurons are active
+    assert experts.skippable_flops_per_token == pytest.approx(0.5 * 400 + 0.5 * 800)
     own = found.costs["plain"].to_loss
     assert own is not None
     assert (own.steps, own.seconds, own.flops, own.reached) == (200, 20.0, 3 * 3000 * 256 * 200, 6)

@@ -17,20 +17,20 @@ TRAINED = BPE(
 )  # the default choice of the tokenizer group, which token files ignore
 
 
-def raw(path: Path, tokens) -> Path:
-    path.write_bytes(np.asarray(tokens, dtype="<u2").tobytes())
+def raw(path: Path, tokens, dtype="<u2") -> Path:
+    path.write_bytes(np.asarray(tokens, dtype=dtype).tobytes())
     return path
 
 
-def shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
+def shard(path: Path, tokens, magic=20240520, version=1, count=None, dtype="<u2") -> Path:
     header = struct.pack("<3i", magic, version, len(tokens) if count is None else count).ljust(1024, b"\0")
-    path.write_bytes(header + np.asarray(tokens, dtype="<u2").tobytes())
+    path.write_bytes(header + np.asarray(tokens, dtype=dtype).tobytes())
     return path
 
 
-def opened(path, cache, vocab_size=None, recipe=TRAINED, val_frac=0.1, test_frac=0.0):
+def opened(path, cache, vocab_size=None, recipe=TRAINED, val_frac=0.1, test_frac=0.0, dtype=None):
     return open_dataset(
-        Bin(path=str(path), vocab_size=vocab_size),
+        Bin(path=str(path), vocab_size=vocab_size, dtype=dtype),
         recipe,
         val_frac=val_frac,
         test_frac=test_frac,
@@ -74,6 +74,27 @@ def test_llmc_shards_are_one_stream(tmp_path):
     assert data.bytes_per_token == pytest.approx(
         22 / 5
     )  # "Hello world" twice; the end mark stands for no text
+
+
+def test_ids_beyond_uint16(tmp_path):
+    """Bare files are uint32 where the vocabulary needs it or data.dtype says so; Llama 3's header says it."""
+    tokens = [*range(70_000, 70_050)]
+    raw(tmp_path / "bare.bin", tokens, "<u4")
+    data = opened(tmp_path / "bare.bin", tmp_path, vocab_size=100_000)
+    assert val_tokens(data) == [70_045, 70_046, 70_047, 70_048]
+    assert (data.n_train, data.manifest["dtype"]) == (45, "<u4")
+    raw(tmp_path / "small.bin", range(50), "<u4")
+    assert opened(tmp_path / "small.bin", tmp_path, vocab_size=50, dtype="uint32").n_train == 45
+    with pytest.raises(UserError, match=r"every second id is 0.*data\.dtype=uint32"):
+        opened(tmp_path / "small.bin", tmp_path, vocab_size=50)
+    assert opened(tmp_path / "small.bin", tmp_path, vocab_size=50, dtype="uint16").n_train == 90
+    shard(tmp_path / "llama.bin", tokens, magic=20240801, version=7, dtype="<u4")
+    llama = opened(tmp_path / "llama.bin", tmp_path)
+    assert (llama.vocab_size, llama.tokenizer, val_tokens(llama)) == (128_256, None, val_tokens(data))
+    with pytest.raises(UserError, match=r"token id 70000 at position 0.* 60,000 tokens .*at least 70050"):
+        opened(tmp_path / "bare.bin", tmp_path, vocab_size=60_000, dtype="uint32")
+    with pytest.raises(UserError, match=r"data\.dtype=int8: expected uint16 or uint32"):
+        opened(tmp_path / "bare.bin", tmp_path, vocab_size=60_000, dtype="int8")
 
 
 def test_last_tenth_without_a_val_file(tmp_path):
@@ -161,11 +182,11 @@ def test_refused_file(make, message, tmp_path):
 def test_refused_options(tmp_path):
     for path in (tmp_path / "none", tmp_path / "*.bin", tmp_path, ""):
         with pytest.raises(UserError, match="token files"):
-            Bin(path=str(path), vocab_size=None)
+            Bin(path=str(path), vocab_size=None, dtype=None)
     raw(tmp_path / "train.bin", range(100))
-    for vocab_size in (0, -5, 70000):
+    for vocab_size in (0, -5, 2**32 + 1):
         with pytest.raises(UserError, match="vocab_size"):
-            Bin(path=str(tmp_path), vocab_size=vocab_size)
+            Bin(path=str(tmp_path), vocab_size=vocab_size, dtype=None)
 
 
 def test_finding_is_remembered_until_the_file_changes(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from ffnlab.errors import UserError
 from ffnlab.nn.attention import Causal, attend, band
 from ffnlab.nn.gpt import Context
 from ffnlab.nn.init import draw
+from ffnlab.nn.memory import LiveBytes
 from ffnlab.validate import validate
 
 TINY = ["model.n_layers=4", "model.d_model=32", "model.n_heads=4", "model.seq_len=24"]
@@ -84,7 +85,7 @@ def test_plain_bf16_attention_equals_the_fused_kernel(scale: float | None, windo
     """Both paths against float64, forward and backward."""
     q, k, v = torch.randn(3, 2, 4, 40, 16, generator=torch.Generator().manual_seed(5))
     k, v = k[:, :groups], v[:, :groups]
-    mask = None if window is None else band(40, window)
+    mask = None if window is None else band(40, window, q.device)
     results = {}
     for dtype in (torch.float64, torch.bfloat16):
         leaves = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
@@ -97,17 +98,16 @@ def test_plain_bf16_attention_equals_the_fused_kernel(scale: float | None, windo
 
 def test_long_layers_and_short_inputs_have_no_window():
     assert make(window=5, long_layers=[2]).window is None
-    assert make(window=24).mask is None
+    assert make(window=24).window is None
     narrow = make(window=5, long_layers=[1, 3])
     assert narrow.window == 5
     x = torch.randn(1, 9, 32, dtype=torch.float64)
     torch.testing.assert_close(forward(narrow, x), by_hand(narrow, x, 4, 5))
-    assert "mask" not in narrow.state_dict()
 
 
 def test_band_by_hand():
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-    assert band(4, 2).int().tolist() == expected
+    assert band(4, 2, torch.device("cpu")).int().tolist() == expected
 
 
 def test_windows_add_up_over_layers():
@@ -120,6 +120,19 @@ def test_windows_add_up_over_layers():
         x[0, 10] = (x[0, 10] + 1) % 97
         changed = (model(x)[0, :, :97] - logits).abs().amax(-1) > 0
     assert changed.nonzero().flatten().tolist() == list(range(10, 19))
+
+
+def test_a_window_needs_no_memory_before_it_is_used_and_is_shared():
+    """A mask of 131072^2 would take 16 GiB in each layer; the (T, T) of a pass is one for all layers."""
+    long = ["model.n_layers=2", "model.d_model=8", "model.n_heads=2", "model.seq_len=131072"]
+    cfg, _ = build.compose([*long, "attention.window=4096"])
+    with LiveBytes() as live:
+        model = build.model(cfg, 97)
+    assert live.peak < 2**25
+    ctx = Context(torch.zeros(1, 24, dtype=torch.long))
+    model.stream(ctx.tokens, ctx)
+    (mask,) = ctx.bands.values()
+    assert mask.equal(torch.ones(24, 24).tril().bool())
 
 
 def test_value_embeddings_are_as_wide_as_the_values():

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ffnlab import build
-from ffnlab.facts import skippable
+from ffnlab.facts import skippable, token_share
 from ffnlab.nn.act.gelu import GELU
 from ffnlab.nn.act.relu import ReLU2
 from ffnlab.nn.count import COMPONENTS, component, count, tied, total
@@ -127,8 +127,7 @@ def test_a_window_is_what_attention_is_charged_for():
     matrices = 3 * 4 * 2 * 32 * 32
     assert count(model, seq_len=64)["attention"].flops_per_token == matrices + 4 * 32 * (8 + 64 + 8)
     assert count(model, seq_len=6)["attention"].flops_per_token == matrices + 4 * 32 * (6 + 6 + 6)
-    seen = [64 if m is None else int(m.sum(-1).max()) for m in (b["attn"].mask for b in model.blocks)]
-    assert seen == [8, 64, 8]
+    assert [block["attn"].window for block in model.blocks] == [8, None, 8]
 
 
 def test_the_matrices_of_concatenated_skips_are_counted():
@@ -200,5 +199,16 @@ def test_what_a_sparse_kernel_could_skip_in_training():
     each = 5 * 2 * 128 * 512
     labels = ("L00", "L00_extra", "L01", "L01_extra")
     assert skippable(build.model(cfg, 300)) == dict.fromkeys(labels, each)
+    assert token_share(build.model(cfg, 300)) == dict.fromkeys(labels, 1.0)
+
+
+def test_what_a_sparse_kernel_could_skip_in_experts_and_small_ffns():
+    """By hand: a token meets 2 of 8 experts of width 256; three FFNs of 171, 171 and 170."""
     cfg, _ = build.compose(["model.n_layers=1", "ffn=moe"])
-    assert skippable(build.model(cfg, 300)) == {}
+    moe = build.model(cfg, 300)
+    assert skippable(moe) == {"L00": 2 * 5 * 2 * 128 * 256}
+    assert token_share(moe) == {"L00": 0.25}
+    cfg, _ = build.compose(["model.n_layers=1", "ffn=multi", "ffn.n=3"])
+    multi = build.model(cfg, 300)
+    assert skippable(multi) == {"L00": 5 * 2 * 128 * 512}
+    assert token_share(multi) == {"L00": 1.0}

@@ -205,3 +205,49 @@ def test_few_tokens_leave_experts_without_any(make_act):
 def test_wrong_numbers_are_told(overrides, message):
     with pytest.raises(UserError, match=message):
         make(*overrides)
+
+
+@pytest.mark.parametrize("bias", [frozenset(), frozenset({"up", "gate", "down"})])
+@pytest.mark.parametrize("gated", [False, True])
+def test_half_precision_experts_equal_plain_products(gated, bias, make_act):
+    """What fills the rows up is not seen: values, all gradients and the L1 penalty against one dense pass per
+    expert over all tokens, in the same precision.
+    """
+    moe = make_moe(make_act, gated=gated, bias=bias, act="relu2", balance=0.0)
+    for expert in moe.experts:
+        expert.l1 = torch.tensor(0.1)
+    x = torch.randn(3, 50, D)
+
+    def by_hand(x):
+        tokens = x.flatten(0, 1)
+        gates, chosen = moe.router(tokens).softmax(-1).topk(2, -1)
+        gates = gates / gates.sum(-1, keepdim=True)
+        weight = torch.zeros(len(tokens), E).scatter(1, chosen, gates)
+        y, l1 = 0.0, 0.0
+        for e, expert in enumerate(moe.experts):
+            hidden = expert.hidden(tokens)
+            y = y + weight[:, e : e + 1] * expert.down(hidden)
+            l1 = l1 + 0.1 * (hidden.float().abs() * (weight[:, e : e + 1] > 0)).sum() / len(tokens)
+        return y.view_as(x), l1
+
+    found = []
+    for call in (lambda x: (moe(x), sum(e.penalty for e in moe.experts)), by_hand):
+        moe.zero_grad()
+        z = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y, l1 = call(z)
+        (y.float().square().sum() + l1).backward()
+        found.append([y, l1, z.grad, *(p.grad for p in moe.parameters())])
+    for got, expected in zip(*found, strict=True):
+        assert (got - expected).abs().max() < 0.02 * expected.abs().max() + 1e-6
+
+
+def test_half_precision_products_have_few_sizes(make_act, monkeypatch):
+    """Whatever the loads: multiples of 64 rows, since a kernel is made for each size."""
+    sizes, linear = set(), F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *more: sizes.add(len(x)) or linear(x, *more))
+    moe = make_moe(make_act)
+    with torch.autocast("cpu", torch.bfloat16):
+        for n in (150, 171, 203):
+            moe.experts(torch.randn(n, D), torch.rand(n, E).topk(2).indices, torch.rand(n, 2))
+    assert sizes <= {64, 128, 192}

@@ -17,12 +17,12 @@ def distributions(gpt, tokens, monkeypatch, autocast) -> list[torch.Tensor]:
     """p (B, H, T, T) of every layer, from the q, k, mask and scale that the model multiplies with."""
     seen, attend = [], attention.attend
 
-    def keep(q, k, v, mask, scale, dropout):
+    def keep(q, k, v, mask, scale, dropout, latest):
         unit = torch.eye(16).expand(3, k.shape[1], 16, 16)
         options = {"is_causal": mask is None, "scale": scale, "enable_gqa": q.shape[1] > k.shape[1]}
         with torch.autocast("cpu", enabled=False):
             seen.append(scaled_dot_product_attention(q.float(), k.float(), unit, attn_mask=mask, **options))
-        return attend(q, k, v, mask, scale, dropout)
+        return attend(q, k, v, mask, scale, dropout, latest)
 
     monkeypatch.setattr(attention, "attend", keep)
     with torch.no_grad(), autocast():

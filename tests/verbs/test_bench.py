@@ -177,13 +177,20 @@ def test_ffn_takes_its_choices_from_its_own_options(capsys):
 def test_shapes_have_equal_parameters(capsys):
     options = ("--depths", "1", "2", "--rounds", "2", "--tokens", "16")
     rows = json.loads(benched(capsys, "shapes", "model.d_model=64", *SMALL[2:], *options, "--json"))["rows"]
-    sizes = [row["parameters"] for row in rows]
     assert len(rows) == 2
-    assert max(sizes) <= 1.02 * min(sizes)
+    for layers, row in enumerate(rows, start=1):  # all of it by hand
+        d = row["d_model"]
+        assert row["parameters"] == layers * (4 * d * d + 2 * d * row["d_ff"])
+        assert row["parameters"] == pytest.approx(6 * 12 * 64 * 64, rel=0.01)
+        assert row["flops_per_token"] == 2 * row["parameters"] + layers * 4 * 8 * d
     assert rows[0]["d_model"] > rows[1]["d_model"]
     assert all(row["tok_per_s"] > 0 and row["matrix_rate_frac"] > 0 for row in rows)
     with pytest.raises(UserError, match="--depths 0"):
         benched(capsys, "shapes", "--depths", "0", "3")
+    with pytest.raises(UserError, match=r"--depths or --params \(the blocks as configured hold 49,152\)"):
+        benched(capsys, "shapes", "model.d_model=64", *SMALL[2:], "model.n_layers=1", "--params", "10")
+    text = benched(capsys, "shapes", *SMALL, "ffn=none", "--depths", "1", "2", "--rounds", "1")
+    assert "No shape within 1 % at 2 layers" in text
 
 
 def test_rounds_must_be_positive(capsys):

@@ -92,14 +92,17 @@ def active(run: Run) -> float | None:
 def skippable(run: Run) -> float | None:
     """FLOPs of training per token that a kernel could skip at the sparsity of the run's end.
 
-    Sum over layers of (1 - active fraction) * the layer's `skippable_flops_per_token` in run.json: the
-    products of matrices with a row or column per neuron (forward, and two backward), but for the one that
-    gives the pre-activations; 0 for activations without exact zeros, and for layers of experts.
+    Sum over layers of (1 - p) * the layer's `skippable_flops_per_token` in run.json: the products of
+    matrices with a row or column per neuron (forward, and two backward), but for the one that gives the
+    pre-activations; 0 for activations without exact zeros. p is the active fraction of the neurons that a
+    token meets: that of all, divided by `token_share` (experts: top_k / n_experts, else 1).
     """
     by_layer, layers = run.info.get("skippable_flops_per_token"), active_by_layer(run)
     if by_layer is None or not layers:
         return None
-    return sum((1 - layers[layer]) * flops for layer, flops in by_layer.items() if layer in layers)
+    met = run.info.get("token_share", {})
+    p = {layer: active / met.get(layer, 1.0) for layer, active in layers.items()}
+    return sum((1 - p[layer]) * flops for layer, flops in by_layer.items() if layer in p)
 
 
 def pace(run: Run) -> float | None:

@@ -10,9 +10,10 @@ theirs.
     spmm_t(pattern, h, a, F)     G_f  = sum over its tokens t of h_tf a_t (gradients of the matrices)
     column_sums(pattern, h, F)   s_f  = sum over its tokens t of h_tf     (gradients of b and C)
 
-W lies with one row per neuron: (F, D). In fp32 and bf16 with fp32 sums; each row of a result is summed in
-the order of its entries whatever the number of threads, so the result does not depend on it. Backends:
-`cpu` (C++, compiled on first use), `reference` (plain PyTorch: every device and precision, small sizes).
+W lies with one row per neuron: (F, D). In fp32 and bf16, on a GPU fp16 too, with fp32 sums; each row of a
+result is summed in an order that depends on its entries alone, whatever the number of threads, so the result
+does not depend on it. Backends: `cpu` (C++, compiled on first use), `gpu` (Triton), `reference` (plain
+PyTorch: every device and precision, small sizes).
 
 Floor, D = d_model, F = d_ff, T tokens, density p, fp32: each product does 2 p T F D operations and reads as
 many rows of D numbers from L2 as there are pairs, p T F * 4 D bytes: half an operation per byte, where the

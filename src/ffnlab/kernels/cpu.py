@@ -4,13 +4,13 @@
 
 import ctypes
 import functools
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ffnlab.kernels.build import library
+from ffnlab.kernels.pattern import Last, row_starts
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 BLOCK_BYTES = 2**22  # of pre-activations at a time: still in the cache when they are compacted
@@ -70,13 +70,6 @@ def compact_block(
     return starts, idx, val
 
 
-def row_starts(counts: Tensor) -> Tensor:
-    """Counts (n,) -> where each row starts, and last where the last one ends (n + 1,)."""
-    starts = counts.new_zeros(counts.shape[0] + 1)
-    torch.cumsum(counts, 0, out=starts[1:])
-    return starts
-
-
 def spmm(crow: Tensor, idx: Tensor, values: Tensor, dense: Tensor) -> Tensor:
     dense = dense.contiguous()
     rows, (n, cols) = crow.shape[0] - 1, dense.shape
@@ -106,27 +99,19 @@ def column_sums(crow: Tensor, idx: Tensor, values: Tensor, n: int) -> Tensor:
     return sums
 
 
-class Last(threading.local):
-    """The pattern that this thread transposed last. A backward pass needs the same one for every matrix of
-    an FFN; the pattern itself is held, so that no other can come to lie at its address meanwhile.
-    """
-
-    key: tuple[int, ...] = ()
-    held: tuple[Tensor, ...] = ()
-    found: tuple[Tensor, Tensor, Tensor] | None = None
-
-
-LAST = Last()
+LAST: Last[tuple[Tensor, Tensor, Tensor]] = Last()
 
 
 def transposed(crow: Tensor, idx: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """The pattern by columns: where each column starts (n + 1,), and for each of its entries the row and the
     place in `idx`, rows ascending.
     """
-    key = (crow.data_ptr(), idx.data_ptr(), crow.shape[0], idx.shape[0], n, crow._version, idx._version)
-    if LAST.found is None or LAST.key != key:
-        ccol = torch.empty(n + 1, dtype=torch.int64)
-        row_of, order = torch.empty_like(idx), torch.empty_like(idx)
-        call("transpose_pattern", crow, idx, crow.shape[0] - 1, n, ccol, row_of, order)
-        LAST.key, LAST.held, LAST.found = key, (crow, idx), (ccol, row_of, order)
-    return LAST.found
+    return LAST.of(crow, idx, n, transpose)
+
+
+def transpose(crow: Tensor, idx: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`transposed`, made anew."""
+    ccol = torch.empty(n + 1, dtype=torch.int64)
+    row_of, order = torch.empty_like(idx), torch.empty_like(idx)
+    call("transpose_pattern", crow, idx, crow.shape[0] - 1, n, ccol, row_of, order)
+    return ccol, row_of, order

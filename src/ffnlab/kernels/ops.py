@@ -4,6 +4,7 @@ Each derivative is again one of the products, so that they can be differentiated
 """
 
 import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -14,12 +15,18 @@ from torch.library import custom_op, register_autograd, register_fake
 from ffnlab.kernels import cpu, reference
 from ffnlab.kernels.build import NoCompiler, library
 
+GPU_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
 
 def backend(like: Tensor) -> Any:
     """The module whose functions compute for tensors such as this one."""
-    if like.device.type == "cpu" and like.dtype in cpu.DTYPES and compiled() is None:
+    if unavailable(like.device, like.dtype) is not None:
+        return reference
+    if like.device.type == "cpu":
         return cpu
-    return reference
+    from ffnlab.kernels import gpu  # not before it is asked for: there may be no Triton
+
+    return gpu
 
 
 def compiled() -> str | None:
@@ -31,15 +38,25 @@ def compiled() -> str | None:
     return None
 
 
+@functools.cache
+def without_triton() -> str | None:
+    """None where Triton is at hand, else why there is no GPU backend."""
+    if importlib.util.find_spec("triton") is None:
+        return "the sparse kernel of the GPU needs Triton, which PyTorch brings on Linux: pip install triton"
+    return None
+
+
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why there is no fast backend for this device and precision, in words for the user; None where there
     is one.
     """
-    if device.type != "cpu":
-        return f"there is no sparse kernel for {device.type}"
-    if dtype not in cpu.DTYPES:
+    if device.type == "cpu" and dtype not in cpu.DTYPES:
         return f"the sparse kernel of the CPU computes in fp32 and bf16, not in {dtype}"
-    return compiled()
+    if device.type == "cuda" and dtype not in GPU_DTYPES:
+        return f"the sparse kernel of the GPU computes in fp32, bf16 and fp16, not in {dtype}"
+    if device.type not in ("cpu", "cuda"):
+        return f"there is no sparse kernel for {device.type}"
+    return compiled() if device.type == "cpu" else without_triton()
 
 
 def direct(operator: Any) -> Any:

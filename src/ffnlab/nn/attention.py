@@ -32,8 +32,6 @@ class Causal(nn.Module):
     q, k, v, out are separate matrices: Muon on a fused one would be another optimizer.
     """
 
-    mask: Tensor | None
-
     def __init__(
         self,
         *,
@@ -61,8 +59,6 @@ class Causal(nn.Module):
         self.dropout, self.scale, self.qk_norm = dropout, scale, qk_norm
         far = window is None or window >= seq_len or layer in long_layers
         self.window = None if far else window
-        mask = None if self.window is None else band(seq_len, self.window)
-        self.register_buffer("mask", mask, persistent=False)
         d_kv = d_model // n_heads * n_kv_heads
         self.q = nn.Linear(d_model, d_model, bias="q" in bias)
         self.k = nn.Linear(d_model, d_kv, bias="k" in bias)
@@ -77,42 +73,70 @@ class Causal(nn.Module):
         v = self.v(x)
         if self.value_lambdas is not None:
             v = self.value_lambdas[0] * v + self.value_lambdas[1] * ctx.values[self.layer]
-        q, k = self.queries_keys(x)
-        mask = None if self.mask is None else self.mask[: x.shape[1], : x.shape[1]]
-        y = attend(q, k, self.heads(v).to(q.dtype), mask, self.scale, self.dropout if self.training else 0.0)
+        q, k = self.queries_keys(x, ctx.start)
+        k, v = self.with_past(k, self.heads(v).to(q.dtype), ctx)
+        mask = None if self.window is None or ctx.start else self.band(x, ctx)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, mask, self.scale, dropout, ctx.start > 0)
         if self.gate_w is not None:
             gate = torch.sigmoid(x[..., : self.gate_w.shape[1]] @ self.gate_w.T)  # (B, T, H)
             y = y * gate.transpose(1, 2).unsqueeze(-1)
         return self.out(y.transpose(1, 2).flatten(2))
 
+    def band(self, x: Float[Tensor, "B T D"], ctx: Any) -> Bool[Tensor, "T T"]:
+        """What each position sees of the window, made once per forward pass for all layers that have it: a
+        model of a long `seq_len` holds no (seq_len, seq_len) mask.
+        """
+        assert self.window is not None
+        if self.window not in ctx.bands:
+            ctx.bands[self.window] = band(x.shape[1], self.window, x.device)
+        return ctx.bands[self.window]
+
+    def with_past(
+        self, k: Float[Tensor, "B G T K"], v: Float[Tensor, "B G T K"], ctx: Any
+    ) -> tuple[Float[Tensor, "B G S K"], Float[Tensor, "B G S K"]]:
+        """Keys and values of the tokens before these in front of theirs, as far back as they are seen."""
+        before = ctx.exchange((self.layer, "keys"), k), ctx.exchange((self.layer, "values"), v)
+        if not ctx.start:
+            return k, v
+        both = [torch.cat([old, new], dim=-2) for old, new in zip(before, (k, v), strict=True)]
+        k, v = (each if self.window is None else each[..., -self.window :, :] for each in both)
+        ctx.exchange((self.layer, "keys"), k)
+        ctx.exchange((self.layer, "values"), v)
+        return k, v
+
     def queries_keys(
-        self, x: Float[Tensor, "B T D"]
+        self, x: Float[Tensor, "B T D"], start: int = 0
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B G T K"]]:
         """q and k as they meet in the product: normalised and rotated, before the scale."""
         q, k = self.heads(self.q(x)), self.heads(self.k(x))
         if self.qk_norm:
             q, k = rms_norm(q, 1e-6), rms_norm(k, 1e-6)
-        return self.rotate(q), self.rotate(k)
+        if isinstance(self.rotate, Rope):
+            q, k = self.rotate(q, start), self.rotate(k, start)
+        return q, k
 
     def heads(self, y: Float[Tensor, "B T _"]) -> Float[Tensor, "B _ T K"]:
         """The heads side by side, each of d_head dimensions."""
         return y.unflatten(-1, (-1, self.q.out_features // self.n_heads)).transpose(1, 2)
 
 
-def band(seq_len: int, window: int) -> Bool[Tensor, "T T"]:
+def band(seq_len: int, window: int, device: torch.device) -> Bool[Tensor, "T T"]:
     """True where the position of the row sees that of the column: itself and the window - 1 before it."""
-    return torch.ones(seq_len, seq_len, dtype=torch.bool).tril().triu(1 - window)
+    return torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 def attend(
     q: Float[Tensor, "B H T K"],
-    k: Float[Tensor, "B G T K"],
-    v: Float[Tensor, "B G T K"],
+    k: Float[Tensor, "B G S K"],
+    v: Float[Tensor, "B G S K"],
     mask: Bool[Tensor, "T T"] | None,
     scale: float | None,
     dropout: float,
+    latest: bool = False,
 ) -> Float[Tensor, "B H T K"]:
     """softmax(scale q k^T) v over what `mask` lets a row see; mask None is causal, scale None is 1/sqrt(K).
+    `latest`: q is of the last position alone, which sees all S.
 
     The same numbers on every path, up to rounding: PyTorch's fused kernel, except in bf16 on a CPU at short
     windows. There plain batched products take, forward and backward on one core, 6 ms instead of 20 at
@@ -120,8 +144,8 @@ def attend(
     """
     T, shared = q.shape[-2], q.shape[1] // k.shape[1]
     short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= PLAIN_UP_TO
-    if not short or dropout:
-        causal, grouped = mask is None, shared > 1
+    if not short or dropout or latest:
+        causal, grouped = mask is None and not latest, shared > 1
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scale, enable_gqa=grouped
         )

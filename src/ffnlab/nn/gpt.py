@@ -53,7 +53,20 @@ class Context:
     x0: Tensor | None = None  # the stream that enters block 0
     saved: dict[int, Tensor] = field(default_factory=dict)  # streams that a later part reads, by block
     values: dict[int, Tensor] = field(default_factory=dict)  # value embeddings, as wide as v, by block
+    bands: dict[int, Tensor] = field(default_factory=dict)  # masks of sliding windows, by window
+    start: int = 0  # the position of the first token: what stood before it is in `past`
+    past: dict[Any, Tensor] | None = None  # None: nothing is kept for tokens to come
     penalties: list[Tensor] | None = field(default_factory=list)  # of the parts; None: taken, no more wanted
+
+    def exchange(self, key: Any, value: Tensor) -> Tensor | None:
+        """What was left under `key` by the tokens before these, None where there were none; `value` is left
+        for the tokens to come.
+        """
+        if self.past is None:
+            return None
+        before = self.past.get(key)
+        self.past[key] = value
+        return before
 
 
 class Block(nn.ModuleDict):
@@ -152,6 +165,16 @@ class GPT(nn.Module):
     def hidden(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         """What the head reads."""
         return self.stream(tokens, Context(tokens))
+
+    def follow(
+        self, tokens: Int[Tensor, "B T"], past: dict[Any, Tensor], start: int
+    ) -> Float[Tensor, "B T D"]:
+        """What the head reads of tokens that stand at `start`, behind those that filled `past`: all at once
+        at the start (past = {}), then one by one, each for the price of one token.
+        """
+        if start and tokens.shape[1] != 1:
+            raise ValueError(f"expected one token behind the {start} before it, got {tokens.shape[1]}")
+        return self.stream(tokens, Context(tokens, start=start, past=past))
 
     def stream(self, tokens: Int[Tensor, "B T"], ctx: Context) -> Float[Tensor, "B T D"]:
         """What the head reads; the parts tell each other by `ctx`."""

@@ -33,9 +33,9 @@ class Rope(nn.Module):
         self.register_buffer("cos", angle.cos().repeat(1, 2), persistent=False)
         self.register_buffer("sin", torch.cat([-angle.sin(), angle.sin()], dim=-1), persistent=False)
 
-    def forward(self, x: Float[Tensor, "B H T K"]) -> Float[Tensor, "B H T K"]:
-        seq_len = x.shape[-2]
-        cos, sin = self.cos[:seq_len].to(x.dtype), self.sin[:seq_len].to(x.dtype)
+    def forward(self, x: Float[Tensor, "B H T K"], start: int = 0) -> Float[Tensor, "B H T K"]:
+        end = start + x.shape[-2]
+        cos, sin = self.cos[start:end].to(x.dtype), self.sin[start:end].to(x.dtype)
         half = x.shape[-1] // 2
         return x * cos + torch.cat([x[..., half:], x[..., :half]], dim=-1) * sin
 
@@ -48,7 +48,7 @@ class LearnedPosition(StreamPart):
         self.table = nn.Embedding(seq_len, d_model)
 
     def before(self, i: int, x: Tensor, ctx: Any) -> Tensor:
-        return x + self.table.weight[: x.shape[1]] if i == 0 else x
+        return x + self.table.weight[ctx.start :][: x.shape[1]] if i == 0 else x
 
 
 class SinusoidalPosition(StreamPart):
@@ -69,7 +69,7 @@ class SinusoidalPosition(StreamPart):
         self.factor = math.sqrt(d_model) if tied else 1.0
 
     def before(self, i: int, x: Tensor, ctx: Any) -> Tensor:
-        return self.factor * x + self.table[: x.shape[1]] if i == 0 else x
+        return self.factor * x + self.table[ctx.start :][: x.shape[1]] if i == 0 else x
 
 
 ADDED_POSITIONS: dict[str, type[LearnedPosition] | type[SinusoidalPosition]] = {

@@ -99,8 +99,11 @@ class Smear(StreamPart):
     def before(self, i: int, x: Tensor, ctx: Any) -> Tensor:
         if i != 0:
             return x
-        gate = self.s * torch.sigmoid(x[:, 1:, : len(self.w)] @ self.w)
-        return torch.cat([x[:, :1], x[:, 1:] + gate.unsqueeze(-1) * x[:, :-1]], dim=1)
+        before = ctx.exchange("smear", x[:, -1:])
+        if before is None:
+            gate = self.s * torch.sigmoid(x[:, 1:, : len(self.w)] @ self.w)
+            return torch.cat([x[:, :1], x[:, 1:] + gate.unsqueeze(-1) * x[:, :-1]], dim=1)
+        return x + self.s * torch.sigmoid(x[..., : len(self.w)] @ self.w).unsqueeze(-1) * before
 
     def values(self) -> dict[str, Tensor]:
         return {"smear": self.s.detach()}

@@ -23,7 +23,7 @@ class Attention(Probe):
     A number that is defined nowhere (all positions see themselves only) is left out.
 
     q and k are the model's own, normalised and rotated: `queries_keys` of the attention module, which also
-    says its `mask` and `scale`. Product and softmax are done anew in fp32, since the model's fused kernel
+    says its `window` and `scale`. Product and softmax are done anew in fp32, since the model's fused kernel
     shows no p. Attention without that method is not reported.
     """
 
@@ -44,7 +44,7 @@ class Attention(Probe):
                 continue
             q, k = attn.queries_keys(captured.values[Site(name, "input", whole=True)])
             n = q.shape[2]
-            sees = q.new_ones(n, n, dtype=torch.bool).tril() if attn.mask is None else attn.mask[:n, :n]
+            sees = q.new_ones(n, n, dtype=torch.bool).tril().triu(1 - (attn.window or n))
             p = distribution(q, k, sees, attn.scale or q.shape[3] ** -0.5, rows)
             for key, value in by_head(p, sees, rows % n).items():
                 seen.arrays[f"{label}/attention/{key}"] = (to_numpy(value), ("head",))

@@ -6,12 +6,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ffnlab.data import Tokenizer, load_tokenizer
 from ffnlab.errors import UserError
+from ffnlab.nn.crossover import Kernels
 from ffnlab.nn.gpt import GPT
 from ffnlab.trained import trained_model, trusted_config
 
@@ -74,7 +77,11 @@ def load_run(path: Path, plugins: Sequence[str] = ()) -> tuple[GPT, Tokenizer]:
             f"{path} has no tokenizer.json: it was trained on token ids alone, which cannot be read as text"
         )
     tokenizer = load_tokenizer(path / "tokenizer.json")
-    return trained_model(path, cfg, tokenizer.vocab_size), tokenizer
+    model = trained_model(path, cfg, tokenizer.vocab_size)
+    if cfg["ffn"].get("kernel", "dense") != "dense":  # one token reads the rows of its active neurons only
+        ways = Kernels(model, "auto", torch.float32)
+        ways.restore(dict.fromkeys(ways.state(), True))
+    return model, tokenizer
 
 
 def start(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
@@ -96,11 +103,31 @@ def generate(
 ) -> Iterator[int]:
     """n ids that follow `ids`, each drawn from softmax(logits / temperature) over the true vocabulary."""
     rng = torch.Generator().manual_seed(seed)
-    window = list(ids)
+    window, past = list(ids), {}
     for _ in range(n):
-        hidden = model.hidden(torch.tensor([window[-model.seq_len :]]))
-        window.append(draw(model.head.logits(hidden[0, -1])[: model.vocab_size], temperature, top_k, rng))
+        logits = model.head.logits(last_hidden(model, window, past))[: model.vocab_size]
+        window.append(draw(logits, temperature, top_k, rng))
         yield window[-1]
+
+
+def last_hidden(model: GPT, window: list[int], past: dict[Any, Tensor]) -> Float[Tensor, " D"]:
+    """What the head reads at the last token. As long as all fit, the new token alone is computed, and
+    `past` holds what it needs of the others; a longer window moves, and with it every position, so all is
+    computed anew.
+    """
+    if len(window) > model.seq_len or not can_follow(model):
+        return model.hidden(torch.tensor([window[-model.seq_len :]]))[0, -1]
+    start = len(window) - 1 if past else 0
+    return model.follow(torch.tensor([window[start:]]), past, start)[0, -1]
+
+
+def can_follow(model: GPT) -> bool:
+    """Whether each part gives a token alone what it gives it among others: not an expert's capacity, which
+    all tokens of a window share, nor code of others, which need not know of it.
+    """
+    kinds = [type(m).__module__.partition(".")[0] for m in model.modules()]
+    shared = any(getattr(m, "capacity_factor", None) is not None for m in model.modules())
+    return set(kinds) <= {"ffnlab", "torch"} and not shared
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, rng: torch.Generator) -> int:

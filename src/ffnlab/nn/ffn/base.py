@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ffnlab.nn.count import TRAINING, flops
+from ffnlab.nn.count import TRAINING, flops, walk
 from ffnlab.nn.penalty import Penalised
 
 
@@ -24,6 +24,11 @@ class FeedForward(Penalised):
     def flops_per_token(self) -> int:
         """Forward floating-point operations of the matrix products that a token meets: 2 * in * out each."""
         return flops(self)
+
+    def skippable_flops_per_token(self) -> int:
+        """The sum over the FFNs that this one is made of, each as often as a token meets it."""
+        parts = ((part, share) for _, part, share in walk(self) if isinstance(part, FFN))
+        return round(sum(part.skippable_flops_per_token() * share for part, share in parts))
 
     def matched_parameters(self) -> int:
         """The parameters that `ffn.match=params` makes equal to the plain MLP's.
@@ -99,20 +104,20 @@ class FFN(FeedForward):
         return TRAINING * sum(flops(matrix) for matrix in own) - dense
 
     def forward(
-        self, x: Float[Tensor, "... D"], rows: Int[Tensor, " n"] | None = None
+        self, x: Float[Tensor, "... D"], rows: Int[Tensor, " n"] | None = None, n_tokens: int | None = None
     ) -> Float[Tensor, "... D"]:
-        """y of every token. An expert gets all tokens (N, D) and the `rows` that are its own, and gives
-        theirs: so the probes see, in the arguments of the call, which tokens its neurons belong to.
+        """y of every token. An expert gets the tokens (n, D) that are its own, their `rows` among all
+        `n_tokens`, and gives y of its own: so the probes see, in the arguments of the call, which tokens its
+        neurons belong to.
         """
-        mine = x if rows is None else x.index_select(0, rows)
         if self.kernel is not None and self.kernel.takes(self):
-            y, hidden = self.kernel(self, mine)
+            y, hidden = self.kernel(self, x)
         else:
-            hidden = self.hidden(mine)
+            hidden = self.hidden(x)
             y = self.down(self.dropout(hidden))
         if self.l1 is not None and self.training:
             total = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-            self.penalty = self.l1 * total / x.shape[:-1].numel()
+            self.penalty = self.l1 * total / (n_tokens or x.shape[:-1].numel())
         return y
 
 

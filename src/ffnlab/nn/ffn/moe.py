@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 from ffnlab.errors import UserError
 from ffnlab.nn.ffn.base import FeedForward, GatedFFN
 from ffnlab.nn.ffn.mlp import MLP
+from ffnlab.nn.ffn.ragged import product_dtype, ragged
 
 
 class Router(nn.Linear):
@@ -68,7 +69,7 @@ class MoE(FeedForward):
         self.router = Router(d_model, n_experts, bias=False)
         kind = GatedFFN if gated else MLP
         self.experts = Experts(
-            kind(d_model=d_model, d_ff=d_ff, make_act=make_act, bias=bias, dropout=dropout)
+            ragged(kind(d_model=d_model, d_ff=d_ff, make_act=make_act, bias=bias, dropout=dropout))
             for _ in range(n_experts)
         )
         self.experts.token_share = Fraction(top_k, n_experts)
@@ -76,11 +77,12 @@ class MoE(FeedForward):
     def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
         tokens = x.reshape(-1, self.d_model)
         logits = self.router(tokens)
-        probs = logits.softmax(-1)
+        log_z = logits.logsumexp(-1, keepdim=True)
+        probs = (logits - log_z).exp()
         gates, chosen = probs.topk(self.top_k, dim=-1)
         if self.training:
-            z = logits.logsumexp(-1).square().mean()
-            self.penalty = self.balance * imbalance(probs, chosen) + self.z_loss * z
+            z_loss = log_z.square().mean()
+            self.penalty = self.balance * imbalance(probs, chosen) + self.z_loss * z_loss
         if self.renormalise:
             gates = gates / gates.sum(-1, keepdim=True)
         if self.capacity_factor is not None:
@@ -96,7 +98,9 @@ class MoE(FeedForward):
 
 
 class Experts(nn.ModuleList):
-    """The experts, each called once with all tokens and the rows that are its own: no loop over tokens."""
+    """The experts, each called once with the tokens that are its own: one gather, one scatter, no loop over
+    tokens.
+    """
 
     token_share: Fraction  # the share of the tokens that meet an expert, for nn.count
 
@@ -105,25 +109,25 @@ class Experts(nn.ModuleList):
         self, tokens: Float[Tensor, "N D"], chosen: Int[Tensor, "N k"], gates: Float[Tensor, "N k"]
     ) -> Float[Tensor, "N D"]:
         """sum over k of gate * expert(token); a choice with the number E is nobody's."""
-        y = torch.zeros_like(tokens)
-        gates = gates.flatten()
-        # Choices by expert, those of one expert in the order of the tokens.
-        choices = chosen.flatten().argsort(stable=True).split(loads(chosen, len(self)))
-        for expert, mine in zip(self, choices[:-1], strict=True):
-            rows = mine // chosen.shape[1]
-            out = expert(tokens, rows) * gates.index_select(0, mine).unsqueeze(-1)
-            y = y.index_add(0, rows, out.to(y.dtype))
-        return y
+        counts = loads(chosen, len(self))
+        # Choices by expert, those of one expert in the order of the tokens; nobody's come last.
+        order = chosen.flatten().argsort(stable=True)[: sum(counts)]
+        rows = order // chosen.shape[1]
+        own = tokens.to(product_dtype(tokens)).index_select(0, rows)
+        shares = zip(self, own.split(counts), rows.split(counts), strict=True)
+        out = torch.cat([expert(x, its, len(tokens)) for expert, x, its in shares])
+        out = out * gates.to(out.dtype).flatten().index_select(0, order).unsqueeze(-1)
+        return out.new_zeros(tokens.shape).index_add_(0, rows, out)
 
 
 def loads(chosen: Int[Tensor, "N k"], n_experts: int) -> list[int]:
-    """How many choices fell on each expert, and last how many on nobody; even shares where the tensors have
-    no contents (on `meta`, and where memory is estimated).
+    """How many choices fell on each expert; even shares where the tensors have no contents (on `meta`, and
+    where memory is estimated).
     """
     if chosen.is_meta or is_fake(chosen):
         share, rest = divmod(chosen.numel(), n_experts)
-        return [share + (e < rest) for e in range(n_experts)] + [0]
-    return chosen.flatten().bincount(minlength=n_experts + 1).tolist()
+        return [share + (e < rest) for e in range(n_experts)]
+    return chosen.flatten().bincount(minlength=n_experts).tolist()[:n_experts]
 
 
 def imbalance(probs: Float[Tensor, "N E"], chosen: Int[Tensor, "N k"]) -> Float[Tensor, ""]:

@@ -70,7 +70,8 @@ class Times:
 
 @dataclass
 class Part:
-    """A part of a model, run forward and backward on the same input `x` in every round.
+    """A part of a model, run forward and backward in every round on another input of the shape of `x`: what
+    depends on the data (how many tokens an expert gets) varies as it does in training.
 
     `forward` returns the output and what else is differentiated (penalties); `flops` are those of a forward
     pass; `product` measures the matrix rate once; `base` is the part that its times are divided by.
@@ -106,7 +107,7 @@ class Part:
         """Two matrix products and one pass, at the same moment of a machine that may be busy."""
         clock = Stopwatch(self.x.device)
         rate = max(self.product() for _ in range(2))
-        x = self.x.detach().requires_grad_()
+        x = torch.randn_like(self.x).requires_grad_()
         with autocast(x.device, self.precision)():
             outputs, forward = clock.timed(self.forward, x)
         ones = [torch.ones_like(output) for output in outputs]

@@ -2,10 +2,12 @@
 
 E103. At every depth the blocks of the configuration get the width at which they hold as many parameters
 (embedding and head left out): d_model to a multiple of 8, heads of about the configured size, and
-ffn.expansion for the rest, so that all agree within 1 %. All shapes take turns in every round; figures are
-medians over the rounds of a forward and backward pass through the blocks alone. The rate is that of square
-matrix products just before each pass. Bare products are those of the blocks' own matrices, forward and
-backward, with nothing in between: what they reach of that rate, and how much of the pass they would take.
+ffn.expansion for the rest, so that all agree within 1 %; depths where that cannot be are named. Equal
+parameters are equal FLOPs in the products with weights; the scores of attention are 4 T d_model more in every
+layer, so that a deep shape costs more, as its FLOPs per token say. All shapes take turns in every round;
+figures are medians over the rounds of a forward and backward pass through the blocks alone. The rate is that
+of square matrix products just before each pass. Bare products are those of the blocks' own matrices, forward
+and backward, with nothing in between: what they reach of that rate, and how much of the pass they would take.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from ffnlab.errors import UserError
 from ffnlab.nn.gpt import Context, run_block
 from ffnlab.nn.rate import machine, product
 from ffnlab.validate import validate
-from ffnlab.verbs import mebibytes, show
+from ffnlab.verbs import mebibytes, quantity, show
 from ffnlab.verbs.bench.contest import (
     Contestant,
     Part,
@@ -55,9 +57,13 @@ def run(args: argparse.Namespace) -> int:
     precision = choose_precision(cfg["train"]["precision"], device)
     threads = set_threads(cfg["train"]["threads"], None)
     wanted = args.params or size(cfg).active_parameters
-    shapes = [cut for depth in dict.fromkeys(depths) if (cut := at_depth(cfg, depth, wanted))]
+    found = {depth: at_depth(cfg, depth, wanted) for depth in depths}
+    shapes = [shape for shape in found.values() if shape]
     if not shapes:
-        raise UserError(f"no depth of {list(depths)} gives blocks of {wanted:,} parameters within 1 %")
+        raise UserError(
+            f"no depth of {list(depths)} gives blocks of {wanted:,} parameters within 1 %: give other "
+            f"--depths or --params (the blocks as configured hold {size(cfg).active_parameters:,})"
+        )
     torch.manual_seed(0)
     rate = product(device, DTYPES[precision])
     batch = windows(cfg, args.tokens)
@@ -73,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "rounds": args.rounds,
         "tokens": math.prod(batch),
         "parameters": wanted,
+        "without_shape": [depth for depth, shape in found.items() if not shape],
         "rows": rows,
     }
     report(args, facts, present)
@@ -108,6 +115,7 @@ def figures(cfg: Config, part: Part, bare: Products) -> dict[str, Any]:
         "n_heads": cfg["model"]["n_heads"],
         "d_ff": getattr(layer["ffn"], "d_ff", None) if "ffn" in layer else None,
         "parameters": size(cfg).active_parameters,
+        "flops_per_token": part.flops // part.x.shape[:-1].numel(),
         "tok_per_s": 1e3 * part.x.shape[:-1].numel() / own["forward_backward_ms"],
         **{key: own[key] for key in ("forward_ms", "forward_backward_ms", "spread_frac")},
         "matrix_rate_frac": own["matrix_rate_frac"],
@@ -119,12 +127,13 @@ def figures(cfg: Config, part: Part, bare: Products) -> dict[str, Any]:
 
 
 def present(facts: Mapping[str, Any]) -> None:
-    headers = ("layers", "d_model", "heads", "d_ff", "parameters", "tok/s", "spread", "of rate")
-    headers += ("bare, of rate", "bare, of pass", "saved")
+    headers = ("layers", "d_model", "heads", "d_ff", "parameters", "FLOPs/token", "tok/s", "spread")
+    headers += ("of rate", "bare, of rate", "bare, of pass", "saved")
     rows = [
         (
             *(str(row[key]) for key in ("layers", "d_model", "n_heads", "d_ff")),
             f"{row['parameters']:,}",
+            quantity(row["flops_per_token"]),
             f"{row['tok_per_s']:,.0f}",
             *(
                 f"{row[key]:.0%}"
@@ -139,3 +148,5 @@ def present(facts: Mapping[str, Any]) -> None:
         f"{facts['threads']} threads, medians of {facts['rounds']} rounds in turn"
     )
     show(title, headers, rows)
+    if facts["without_shape"]:
+        print(f"No shape within 1 % at {', '.join(map(str, facts['without_shape']))} layers.")

@@ -1,4 +1,4 @@
-"""Reads outputs/sparsity_payoff, writes results/: the arms against `c_dense`, time, density by layer."""
+"""Reads outputs/sparsity_payoff, writes results/: the arms against `c_dense`, all runs, layers at the end."""
 
 from ffnlab.analysis.conclude import conclude
 from ffnlab.analysis.study import script

@@ -122,7 +122,7 @@ def test_a_figure_without_a_record_is_an_error_by_name_and_a_line_without(tmp_pa
     assert (tmp_path / "figures" / "loss.png").exists()
     assert main(["figures", str(tmp_path)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not drawn")]
-    assert "lineage, neuron_trace, token_lines (probe=[default,trace])" in line
+    assert "neuron_trace, token_lines, lineage (probe=[default,trace])" in line
 
 
 def test_a_run_that_is_done_draws_a_few_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

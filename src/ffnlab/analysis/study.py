@@ -5,7 +5,6 @@ made with other settings (a trial of a few steps, a larger network) are read wit
 """
 
 import argparse
-import io
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,9 @@ from matplotlib.figure import Figure
 
 from ffnlab.analysis.arms import NOT_THE_ARM, Seed, find, group
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import style
+from ffnlab.analysis.style import as_file
 from ffnlab.errors import UserError, plain_warnings, report
-from ffnlab.record.files import disk_error, write_atomic
+from ffnlab.record.files import make_folder, write_atomic
 
 # What a command may say beside `experiment=` without another outcome.
 FREE = (*NOT_THE_ARM, "experiment", "hydra", "train.device")
@@ -46,19 +45,13 @@ class Study:
     def save(self, name: str, content: str | bytes) -> None:
         """Write a file of the results, and say so."""
         path = self.results / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(path.parent, 0, error) from error
+        make_folder(self.results)
         write_atomic(path, content)
         print(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
     def draw(self, name: str, picture: Figure, dpi: float) -> None:
         """Write a figure of the results as PNG, and say so."""
-        buffer = io.BytesIO()
-        with style():
-            picture.savefig(buffer, format="png", dpi=dpi)
-        self.save(name, buffer.getvalue())
+        self.save(name, as_file(picture, "png", dpi))
 
 
 def script(file: str, about: str | None, main: Callable[[Study], object]) -> None:

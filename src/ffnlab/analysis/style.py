@@ -1,12 +1,15 @@
 """How figures look: one style file, colours that everybody can tell apart, text that the font can show."""
 
+import io
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.style
 import numpy as np
+from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
 STYLE = Path(__file__).with_name("ffnlab.mplstyle")
@@ -27,6 +30,14 @@ GREY = "#888888"
 def style() -> AbstractContextManager[None]:
     """The style file on top of matplotlib's defaults: a user's own matplotlibrc changes no figure."""
     return matplotlib.style.context(["default", STYLE])
+
+
+def as_file(picture: Figure, kind: str, dpi: float | None = None, **metadata: Any) -> bytes:
+    """A picture as the bytes of a file, in the style of all figures; `dpi`: other than that of the style."""
+    buffer = io.BytesIO()
+    with style():
+        picture.savefig(buffer, format=kind, dpi=dpi or "figure", metadata=metadata or None)
+    return buffer.getvalue()
 
 
 def ordered(n: int) -> list[tuple[float, ...]]:

@@ -147,11 +147,14 @@ def angle_curves(
                 t, own.act, radius=own.radius, c=own.c
             ),
         }
-    looks = ((GREEN, "-."), (BLACK, (0, (1, 1))))
+    looks: tuple[tuple[str, Any], ...] = ((GREEN, "-."), (BLACK, (0, (1, 1))))
     return {
         "relu": (geometry.on_circle(t, relu), BLUE, "-"),
         "relu2, or a relu gate tied to up": (geometry.on_circle(t, relu2), VERMILION, "--"),
-        **{label: (curve, *look) for (label, curve), look in zip(mine.items(), looks, strict=True)},
+        **{
+            label: (curve, colour, dashes)
+            for (label, curve), (colour, dashes) in zip(mine.items(), looks, strict=True)
+        },
     }
 
 

@@ -52,7 +52,7 @@ def inside(path: Path) -> list[Path]:
 
 
 def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.Namespace) -> bool:
-    """One run, and whether it went through; the sessions' own offline folders go when the new one is whole."""
+    """One run, and whether it went through; the offline folders of sessions go when the new one is whole."""
     sink = tracker(cfg, args)
     before = set((path / "wandb").glob("offline-run-*"))
     copies = Sinks([sink])

@@ -131,7 +131,7 @@ def test_a_run_that_is_done_draws_a_few_figures(tmp_path: Path, monkeypatch: pyt
 
     shown = []
     monkeypatch.setattr(Sinks, "image", lambda self, name, path, step: shown.append((name, path, step)))
-    monkeypatch.setattr("ffnlab.recorded.AT_END_S", 100)
+    monkeypatch.setattr("ffnlab.ending.AT_END_S", 100)
     monkeypatch.setattr("ffnlab.analysis.at_end.PATIENCE_S", 90)
     cfg, choices = build.compose([*TINY, "threshold=learned", f"out={tmp_path / 'run'}"])
     train(cfg, choices, at_end)
@@ -172,9 +172,9 @@ def test_the_end_is_not_held_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_process_that_exits_while_its_figures_are_drawn_ends_well(make_run, tmp_path: Path):
     """A thread in the middle of drawing would end it with an abort."""
     code = (
-        "import sys; from pathlib import Path; from ffnlab import recorded\n"
+        "import sys; from pathlib import Path; from ffnlab import ending; from ffnlab.stop import Stop\n"
         "from ffnlab.analysis.at_end import at_end\n"
-        "recorded.AT_END_S = float(sys.argv[2]); recorded.in_time(at_end, Path(sys.argv[1]))"
+        "ending.AT_END_S = float(sys.argv[2]); ending.in_time(at_end, Path(sys.argv[1]), Stop())"
     )
     path = make_run(tmp_path / "run")
     for patience in ("0.1", "1.5"):

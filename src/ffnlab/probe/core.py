@@ -89,8 +89,8 @@ class Observer:
         device = next(model.parameters()).device
         self.places = batch[1].nonzero()  # (N, 2): window and position of every probed token
         # How many choices an expert takes depends on the length of the window: such windows stay whole.
-        capacity = any(getattr(module, "capacity_factor", None) for module in model.modules())
-        tokens, mask = batch if capacity else crop(*batch)
+        whole = any(getattr(module, "capacity_factor", None) for module in model.modules())
+        tokens, mask = batch if whole else crop(*batch)
         self.tokens, self.rows = tokens.to(device), mask.flatten().nonzero().squeeze(1).to(device)
         self.scan_tokens = None if scan is None or not settings.scan_tokens else scan.to(device)
 
@@ -216,7 +216,6 @@ class Observer:
         if tokens is None or not scanners:
             return result
         windows = max(1, SCAN_CHUNK_TOKENS // tokens.shape[1])
-
         with self._clock("forward"), aside(self.model, self.autocast):
             for first in range(0, len(tokens), windows):
                 check()

@@ -145,9 +145,9 @@ class SquaredReLU(torch.autograd.Function):
 
 def root_of(square: Tensor) -> Tensor:
     """sqrt of numbers of which many are 0. In fp32 on a CPU the root of 0 takes MKL 17 times as long as that
-    of another number: there the smallest normal number, 2^-126, takes its place, and its root goes again.
+    of another number: there the smallest normal number, 2^-126, takes its place, and its root is set to 0.
     """
     if square.device.type != "cpu" or square.dtype.itemsize == 2:
         return square.sqrt()
     tiny = torch.finfo(square.dtype).tiny
-    return square.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
+    return square.clamp_min(tiny).sqrt_().masked_fill_(square < tiny, 0)

@@ -17,6 +17,23 @@ from ffnlab.probe.base import layers
 Change = Callable[[Tensor], Tensor]
 
 
+def keep_largest(post: Tensor, frac: float) -> Tensor:
+    """`post` with all but each token's round(frac * F) largest values by size set to 0."""
+    k = max(1, round(frac * post.shape[-1]))
+    kept = post.abs().topk(k, dim=-1).indices
+    return torch.zeros_like(post).scatter(-1, kept, post.gather(-1, kept))
+
+
+def drop_small(post: Tensor, eps: float) -> Tensor:
+    """`post` with everything of at most this size set to 0."""
+    return torch.where(post.abs() > eps, post, 0)
+
+
+def lower(pre: Tensor, by: float) -> Tensor:
+    """`pre` moved down, as a C that is higher by as much moves it."""
+    return pre - by
+
+
 def acts(model: nn.Module) -> dict[str, list[str]]:
     """The activation modules by layer: {'L03': ['blocks.3.ffn.act']}."""
     return layers(name for name, _ in model.named_modules())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ffnlab.errors import UserError
-from ffnlab.intervene import Activity, Change, acts, changed, collected
+from ffnlab.intervene import Activity, Change, acts, changed, collected, drop_small, keep_largest, lower
 from ffnlab.probe.activity import has_exact_zeros
 from ffnlab.probe.base import thresholds
 from ffnlab.record.rundir import read_info
@@ -176,21 +176,6 @@ def quantile(values: Tensor, share: float) -> float:
     """The value that the given share of `values` does not exceed."""
     rank = min(max(math.ceil(share * values.numel()), 1), values.numel())
     return values.kthvalue(rank).values.item()
-
-
-def keep_largest(post: Tensor, frac: float) -> Tensor:
-    """`post` with all but each token's round(frac * F) largest values by size set to 0."""
-    k = max(1, round(frac * post.shape[-1]))
-    kept = post.abs().topk(k, dim=-1).indices
-    return torch.zeros_like(post).scatter(-1, kept, post.gather(-1, kept))
-
-
-def drop_small(post: Tensor, eps: float) -> Tensor:
-    return torch.where(post.abs() > eps, post, 0)
-
-
-def lower(pre: Tensor, by: float) -> Tensor:
-    return pre - by
 
 
 def measure(

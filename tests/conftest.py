@@ -19,6 +19,9 @@ for name in [
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+# Here and not by our modules: while jaxtyping loads one of those, Python finds no bytecode of anything else.
+import torch._dynamo  # noqa: E402
+
 torch.set_num_threads(1)
 
 

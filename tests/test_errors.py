@@ -194,11 +194,11 @@ def test_train_says_all_problems_and_leaves_nothing(tmp_path: Path, root: Path):
     ("arguments", "said"),
     [
         (["--ffn=swiglu"], "unknown option --ffn=swiglu"),
-        (["--multrun", "ffn=mlp"], "Did you mean '--multirun'?"),
         (["--experimental-re", "evil.pickle"], "runs code from a pickle"),
-        (["-m", "--cfg", "job"], "only one of"),
-        (["--resolve"], "--resolve goes with"),
-        (["--cfg", "jobs"], "invalid choice"),
+        pytest.param(["--multrun", "ffn=mlp"], "Did you mean '--multirun'?", marks=pytest.mark.slow),
+        pytest.param(["-m", "--cfg", "job"], "only one of", marks=pytest.mark.slow),
+        pytest.param(["--resolve"], "--resolve goes with", marks=pytest.mark.slow),
+        pytest.param(["--cfg", "jobs"], "invalid choice", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_usage_is_exit_2(tmp_path: Path, root: Path, arguments: list[str], said: str):

@@ -21,7 +21,7 @@ SOURCES = sorted(
 
 ZERO = {"nn", "data", "optim", "schedule", "probe", "record", "kernels", "formats"}
 BASE = {"errors", "cache"}  # what every part may import
-ONE = {"device", "evaluate", "processes", "stop", "train"}
+ONE = {"clock", "device", "diagnose", "evaluate", "processes", "spikes", "stop", "train", "update"}
 CONFIG = {
     "config",
     "validate",
@@ -33,6 +33,7 @@ TWO = {"build", "run", "verbs"}
 MAY_IMPORT = {
     **{part: set() for part in BASE},
     **{part: set() for part in ZERO | ONE},
+    "train": {"clock", "spikes", "update"},
     "nn": {"kernels"},
     "config": set(),
     "explain": {"config"},
@@ -40,10 +41,12 @@ MAY_IMPORT = {
     "validate": ZERO | ONE | {"config", "build", "layers", "ranges"},
     "layers": ZERO | {"config"},  # the part of build that knows FFNs
     "build": ZERO | ONE | CONFIG | {"layers"},
-    "session": BELOW_RUN,  # run in four files: the parts, the facts, the course, the directory
+    "session": BELOW_RUN,  # run in five files: the parts, the facts, the end, the course, the directory
     "facts": BELOW_RUN | {"session"},
-    "recorded": BELOW_RUN | {"session", "facts"},
-    "run": BELOW_RUN | {"session", "recorded"},
+    "ending": BELOW_RUN | {"session"},
+    "recorded": BELOW_RUN | {"session", "facts", "ending", "trouble"},
+    "trouble": BELOW_RUN | {"session", "ending"},
+    "run": BELOW_RUN | {"session", "ending", "recorded"},
     "intervene": {"probe"},
     "trained": BELOW_RUN,  # a run's model and data, opened again
     "verbs": BELOW_RUN | {"intervene", "trained"},

@@ -1,13 +1,18 @@
 """Two processes under torchrun against one."""
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from ffnlab import build
 from ffnlab.record.checkpoint import load
 
 TINY = [
@@ -61,6 +66,87 @@ def test_two_processes_train_as_one(tmp_path: Path, root: Path):
     (a, _), (b, _) = (load(tmp_path / run / "checkpoints/step-000004") for run in ("one", "two"))
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=1e-5, rtol=1e-4)
+
+
+# What one of two processes adds to the gradient; the first one writes the sum.
+PART = """
+import sys, torch
+from contextlib import nullcontext
+from ffnlab import build
+from ffnlab.processes import processes
+from ffnlab.update import gradients
+batches, out, *overrides = sys.argv[1:]
+model = build.model(build.compose(overrides)[0], 97)
+with processes("cpu") as these:
+    micro = torch.load(batches, weights_only=True)[these.rank]
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    mean, count = gradients(model.loss, micro, nullcontext, scaler, these.add_up)
+    these.add_up([p.grad for p in model.parameters()])
+    if these.leads:
+        torch.save({"mean": mean, "count": count, "grads": [p.grad for p in model.parameters()]}, out)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gradient_of_one(tmp_path: Path, unused_port: int):
+    """T7: unequal counts of targets, a micro-batch without any and a ragged last one, against one process in
+    one pass, written with PyTorch's own cross-entropy: to 1e-6.
+    """
+    torch.manual_seed(0)
+    x, y = torch.randint(0, 97, (7, 16)), torch.randint(0, 97, (7, 16))
+    y[0, 3:], y[2:4], y[5, ::2] = -100, -100, -100
+    micro = [(x[i], y[i]) for i in (slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7))]
+    torch.save([micro[:2], micro[2:]], tmp_path / "batches.pt")
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
+    command = [sys.executable, "-c", PART, str(tmp_path / "batches.pt"), str(tmp_path / "sum.pt"), *TINY]
+    ranks = [
+        subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)
+    ]
+    assert [process.wait(timeout=240) for process in ranks] == [0, 0]
+    found = torch.load(tmp_path / "sum.pt", weights_only=True)
+    model = build.model(build.compose(TINY)[0], 97)
+    mean = torch.nn.functional.cross_entropy(model(x)[..., :97].flatten(0, 1), y.flatten())
+    mean.backward()
+    assert found["count"] == int((y >= 0).sum())
+    assert found["mean"] == pytest.approx(mean.item(), rel=1e-6)
+    for got, p in zip(found["grads"], model.parameters(), strict=True):
+        torch.testing.assert_close(got, p.grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all(tmp_path: Path, root: Path):
+    """T5: the one that does not lead is told; the leader saves, and the run goes on to the same bits."""
+    long = ("train.steps=200", "train.batch_size=2", "checkpoint.every=1000")
+    whole = torchrun(root, 2, f"out={tmp_path / 'whole'}", *long)
+    assert whole.returncode == 0, whole.stderr
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(root / "train.py"), *TINY, f"out={out}", *long]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not ((out / "metrics.jsonl").exists() and len(rows(out)) > 3):
+        time.sleep(0.02)
+    leader = json.loads((out / "lock").read_text())["pid"]
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    (follower,) = {int(pid) for pid in children} - {leader}
+    os.kill(follower, signal.SIGTERM)
+    _, err = run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert "SIGTERM after step" in err
+    info = json.loads((out / "run.json").read_text())
+    assert info["status"] == "interrupted"
+    assert 1 < info["final"]["step"] < 200
+    again = torchrun(root, 2, f"out={out}", *long)
+    assert again.returncode == 0, again.stderr
+    (a, _), (b, _) = (load(run / "checkpoints/step-000200") for run in (tmp_path / "whole", out))
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.slow

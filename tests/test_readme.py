@@ -97,7 +97,7 @@ def test_defaults_in_the_table_are_those_of_train_yaml() -> None:
         assert choices[group] == default
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/sweeps.md"])
 def test_files_that_are_named_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     named = re.findall(r"\]\(([\w./-]+)\)", text) + re.findall(r"`((?:configs|tests|src)/[\w./-]+)`", text)

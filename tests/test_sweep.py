@@ -1,5 +1,6 @@
 """Sweeps: which jobs a command line makes, where they go, and that nothing a job does can end the sweep."""
 
+import io
 import json
 import math
 import os
@@ -17,10 +18,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from ffnlab.errors import UserError
 from ffnlab.explain import config_loader
-from hydra_plugins.ffnlab_sweep import process
+from hydra_plugins.ffnlab_sweep import _start, _view
 from hydra_plugins.ffnlab_sweep._jobs import Job, digest, expand, slug
 from hydra_plugins.ffnlab_sweep._tune import Tune
 from hydra_plugins.ffnlab_sweep._view import clock, last_row, status
@@ -143,7 +145,7 @@ class Noting:
     def outcome(self, out: Path) -> JobReturn:
         loss = next((loss for word, loss in self.losses.items() if word in out.name), 4.5)
         if math.isnan(loss):
-            return process.ended("exit code 1")
+            return _start.ended("exit code 1")
         record(out, "diverged" if math.isinf(loss) else "done", loss=loss)
         return JobReturn(status=JobStatus.COMPLETED)
 
@@ -169,7 +171,7 @@ def sweep(root: Path, command: Sequence[str], *hydra: str, **settings: Any) -> l
     sweeper.setup(
         hydra_context=HydraContext(loader, Callbacks()), task_function=lambda cfg: None, config=config
     )
-    sweeper.launcher = launcher  # type: ignore[assignment]
+    sweeper.runner = launcher  # type: ignore[assignment]
     sweeper.sweep([])
     return launcher.jobs
 
@@ -286,7 +288,10 @@ def test_the_best_value_has_the_lowest_mean_and_none_where_all_diverged(tmp_path
 @pytest.mark.parametrize(
     ("tune", "command", "said"),
     [
-        (TUNE, ["seed=99,100"], "seed 100 is also a seed of the study"),
+        (TUNE, ["seed=99,100"], "100 is also a seed of the study"),
+        (TUNE, ["seed=range(98,102)"], "100 is also a seed of the study"),
+        (TUNE, ["seed=0", "data.seed=1,100"], "100 is also a data.seed of the study"),
+        (TUNE | {"seeds": [0, 7]}, [], "0 is also a seed of the study"),  # the default
         (TUNE, ["optim.lr=0.3"], "optim.lr is tuned .* and given as well"),
         (TUNE | {"key": "optim.lrr"}, [], "unknown key 'optim.lrr'"),
         (TUNE | {"values": [0.1]}, [], r"values=\[0.1\]: expected two or more, all different"),
@@ -299,6 +304,15 @@ def test_tuning_that_is_unfair_or_makes_no_sense_starts_nothing(
 ):
     with pytest.raises(UserError, match=said):
         sweep(root, command, tune=tune)
+    assert list(here.iterdir()) == []
+
+
+def test_the_seeds_of_an_arm_and_of_the_grid_are_seen_by_the_tuning(here: Path, root: Path):
+    arms = {"init": ["seed=0,1"], "data": ["seed=0", "data.seed=range(100,102)"]}
+    with pytest.raises(UserError, match=r"tune\.seeds: 100, 101 is also a data\.seed of the study"):
+        sweep(root, [], arms=arms, tune=TUNE | {"seeds": [100, 101, 102]})
+    with pytest.raises(UserError, match=r"tune\.seeds: 5 is also a seed"):
+        sweep(root, [], params={"seed": "range(4,6)"}, tune=TUNE | {"seeds": [5]})
     assert list(here.iterdir()) == []
 
 
@@ -336,8 +350,8 @@ time.sleep(60)
 DRIVER = """
 import sys
 from omegaconf import OmegaConf
-from hydra_plugins.ffnlab_sweep import process
-process.script = lambda: sys.argv[1]
+from hydra_plugins.ffnlab_sweep import _start, process
+_start.script = lambda: sys.argv[1]
 launcher = process.ProcessLauncher(parallel=int(sys.argv[2]), timeout_s=None, grace_s=5)
 node = {"runtime": {"config_sources": []}, "overrides": {"hydra": []}, "job": {"config_name": "train"}}
 launcher.setup(hydra_context=None, task_function=None, config=OmegaConf.create({"hydra": node}))
@@ -357,7 +371,7 @@ def hydra_config(*overrides: str) -> DictConfig:
 def launch(here: Path, monkeypatch: pytest.MonkeyPatch, dos: Sequence[str], *overrides: str, **settings):
     script = here / "fake.py"
     script.write_text(SCRIPT)
-    monkeypatch.setattr(process, "script", lambda: str(script))
+    monkeypatch.setattr(_start, "script", lambda: str(script))
     launcher = ProcessLauncher(**{"parallel": 1, "timeout_s": None, "grace_s": 5.0, **settings})
     launcher.setup(hydra_context=None, task_function=None, config=hydra_config(*overrides))  # type: ignore[arg-type]
     outs = [Path("outputs/x") / f"{i}-{do}" for i, do in enumerate(dos)]
@@ -493,6 +507,55 @@ def test_the_end_of_a_record_is_read(tmp_path: Path):
     assert last_row(tmp_path) == {"step": 3}
     assert last_row(tmp_path, "val/loss") == {"step": 1, "val/loss": 5.0}
     assert [clock(s) for s in (None, 5, 65, 3725)] == ["-", "0:05", "1:05", "1:02:05"]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Console:
+    """A terminal that keeps what is written to it."""
+    made = Console(force_terminal=True, file=io.StringIO(), width=120, color_system=None, highlight=False)
+    monkeypatch.setattr(_view, "console", lambda: made)
+    return made
+
+
+def test_the_live_view_shows_jobs_eta_and_the_best_so_far(
+    tmp_path: Path, terminal: Console, monkeypatch: pytest.MonkeyPatch
+):
+    now = [0.0]
+    monkeypatch.setattr(_view.time, "monotonic", lambda: now[0])
+    before, a, b, c = (tmp_path / name for name in ("before", "a", "b", "c"))
+    record(before, "done", 4.3)
+    record(a, "done", 4.2)
+    for out, step in ((b, 30), (c, 20)):
+        record(out, "running", 4.9)
+        (out / "config.yaml").write_text("train: {steps: 60}\n")
+        (out / "metrics.jsonl").write_text(f'{{"step": {step}, "train/loss": 4.5, "time_s": 9.0}}\n')
+    assert isinstance(terminal.file, io.StringIO)
+    with _view.View(4, [before]) as view:
+        assert view.live
+
+        def shown(*running: Path) -> str:
+            view.tick([(out, 65.0) for out in running])
+            terminal.file.truncate(0)
+            view.live.refresh()
+            return terminal.file.getvalue()
+
+        for out in (a, c):
+            view.started(out)
+        first = shown(a, c)  # c is a run that is resumed at step 20: no work of ours yet
+        assert "  a  starting  1:05\n" in first
+        assert "  c  step 20/60  loss 4.5000  1:05\n" in first
+        assert "1/5 jobs · ETA - · best val/loss 4.3000 (before)" in first
+        view.ended(a, 70.0, None, tmp_path / "a.log")
+        assert "[2/5] done a  val/loss 4.2000  1:10" in terminal.file.getvalue()
+        view.started(b)
+        shown(b, c)
+        now[0] = 100.0
+        (c / "metrics.jsonl").write_text('{"step": 40, "train/loss": 4.4}\n')
+        # 1 + 1/3 jobs in 100 s; to do: half of b, a third of c, and one that waits
+        last = shown(b, c)
+        assert "2/5 jobs · ETA 2:17 · best val/loss 4.2000 (a)" in last
+        view.ended(b, 9.0, "exit code 7", tmp_path / "b.log")
+        assert "3/5 jobs · 1 failed · ETA" in shown(c)
 
 
 # ---- the whole of it

@@ -1,5 +1,6 @@
-"""The W&B sweeps: what their agents would run is a valid command line of train.py."""
+"""W&B's sweeps and Optuna's: what they would run is a valid command line of train.py."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 
 from ffnlab import build
 from ffnlab.validate import validate
+from ffnlab.verbs.hpo.plan import read_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS = {"val/loss", "train/loss", "val/bits_per_byte"}
@@ -38,3 +40,18 @@ def test_what_an_agent_runs_composes(path: Path):
     for overrides in {tuple(line) for line in command_lines(sweep)}:
         cfg, _ = build.compose(list(overrides))
         validate(cfg)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("sweeps/optuna/*.yaml")), ids=lambda path: path.stem)
+def test_what_optuna_tries_composes(path: Path):
+    plan = read_plan(path)
+    space = {
+        key: {"values": node.get("choices") or [node["low"], node["high"]]}
+        for key, node in plan.space.items()
+    }
+    for overrides in {tuple(line) for line in command_lines({"parameters": space})}:
+        cfg, _ = build.compose([*plan.fixed, *overrides])
+        validate(cfg)
+    page = (ROOT / "docs/sweeps.md").read_text(encoding="utf-8")
+    shown = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
+    assert yaml.safe_load(path.read_text(encoding="utf-8")) in shown

@@ -3,18 +3,15 @@
 Each row is one of the source's observations, as a number of our own runs: by seed, and over the seeds.
 """
 
-from pathlib import Path
-
 import numpy as np
 
 from ffnlab.analysis import tables
+from ffnlab.analysis.conclude import ran
 from ffnlab.analysis.figures import Options, entries
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.study import ran, runs_of, save, script
-from ffnlab.analysis.style import style
+from ffnlab.analysis.study import Study, script
 from ffnlab.analysis.tables import Column, Table
 
-HERE = Path(__file__).parent
 FIGURES = ("active_frac", "active_frac_histogram", "neuron_trace", "lineage", "crossings", "up_norms")
 DPI = 70
 EXTREME = 100  # as in the source: the top and bottom 100
@@ -74,8 +71,8 @@ def observe(run: Run) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    (by_seed,) = runs_of(HERE).values()
+def main(study: Study) -> None:
+    by_seed = next(iter(study.arms.values()))  # the study has one arm
     seen = {str(seed): observe(run) for seed, run in by_seed.items()}
     names = next(iter(seen.values()))
     rows = []
@@ -89,15 +86,13 @@ def main() -> None:
     columns = [Column("what", "what", left=True), Column("mean", "mean", write), Column("sd", "sd", write)]
     columns += [Column(seed, f"seed {seed}", write) for seed in seen]
     table = Table("observations", columns, rows)
-    save(HERE, "observations.csv", tables.to_csv(table))
+    study.save("observations.csv", tables.to_csv(table))
     text = f"{tables.markdown(table)}\n\n- {ran(by_seed.values())}\n"
-    save(HERE, "observations.md", text)
+    study.save("observations.md", text)
     run = next(iter(by_seed.values()))
-    with style():
-        for name in FIGURES:
-            picture = entries()[name].draw(run, Options()).picture
-            picture.savefig(HERE / f"results/{name}.png", dpi=DPI)  # type: ignore[union-attr]
+    for name in FIGURES:
+        study.draw(f"{name}.png", entries()[name].draw(run, Options()).picture, DPI)
 
 
 if __name__ == "__main__":
-    script(main)
+    script(__file__, __doc__, main)

@@ -1,15 +1,13 @@
 """Reads outputs/seed_noise, writes results/spread.{csv,md}: how far the final validation losses spread."""
 
-from pathlib import Path
-
 import numpy as np
 from scipy import stats
 
 from ffnlab.analysis import tables
-from ffnlab.analysis.study import last, ran, runs_of, save, script
+from ffnlab.analysis.conclude import last, ran
+from ffnlab.analysis.study import Study, script
 from ffnlab.analysis.tables import Column, Table
-
-HERE = Path(__file__).parent
+from ffnlab.errors import UserError
 
 
 def spread(values: np.ndarray) -> dict[str, float]:
@@ -19,21 +17,22 @@ def spread(values: np.ndarray) -> dict[str, float]:
     return {"runs": n, "mean": float(values.mean()), "sd": sd, "sd_low": float(low), "sd_high": float(high)}
 
 
-def main() -> None:
-    runs = runs_of(HERE)
+def main(study: Study) -> None:
     rows = []
-    for arm, by_seed in runs.items():
+    for arm, by_seed in study.arms.items():
         losses = [loss for run in by_seed.values() if (loss := last(run, "val/loss")) is not None]
         if len(losses) > 1:
             rows.append({"arm": arm, **spread(np.array(losses))})
+    if not rows:
+        raise UserError("no arm has two finished runs, which a spread needs: let more of the study end")
     numbers = ("mean", "sd", "sd_low", "sd_high")
     columns = [Column("arm", "what differs", left=True), Column("runs", "runs")]
     columns += [Column(key, key.replace("_", ", "), lambda value: f"{value:.4f}") for key in numbers]
     table = Table("final validation loss (nats per token)", columns, rows)
-    note = ran(run for by_seed in runs.values() for run in by_seed.values())
-    save(HERE, "spread.csv", tables.to_csv(table))
-    save(HERE, "spread.md", f"**{table.title}**\n\n{tables.markdown(table)}\n\n- {note}\n")
+    note = ran(run for by_seed in study.arms.values() for run in by_seed.values())
+    study.save("spread.csv", tables.to_csv(table))
+    study.save("spread.md", f"**{table.title}**\n\n{tables.markdown(table)}\n\n- {note}\n")
 
 
 if __name__ == "__main__":
-    script(main)
+    script(__file__, __doc__, main)

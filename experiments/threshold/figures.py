@@ -1,8 +1,7 @@
 """Reads outputs/threshold, writes results/: the arms against `none`, every run, the layers at the end."""
 
-from pathlib import Path
-
-from ffnlab.analysis.study import conclude, script
+from ffnlab.analysis.conclude import conclude
+from ffnlab.analysis.study import script
 
 if __name__ == "__main__":
-    script(lambda: conclude(Path(__file__).parent, baseline="none"))
+    script(__file__, __doc__, lambda study: conclude(study, baseline="none"))

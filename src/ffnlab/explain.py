@@ -24,6 +24,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ffnlab.errors import UserError, closest, nearest, unknown
 
+PLUGINS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # launcher -> extra
+EXTRAS = {("hydra/launcher", k): f"needs a plugin: pip install -e '.[{v}]'" for k, v in PLUGINS.items()}
+
 
 def explain(
     overrides: Sequence[str],
@@ -51,11 +54,7 @@ def explain(
         validate(cfg)
     except UserError as error:
         problems += error.problems
-    except (
-        HydraException,
-        OSError,
-        ValueError,
-    ) as error:  # overrides that are right one by one, not together
+    except (HydraException, OSError, ValueError) as error:  # right one by one, not together
         problems.append(brief(error))
     return list(dict.fromkeys(problems))
 
@@ -121,7 +120,8 @@ def choice_problems(override: Override, tree: Tree) -> list[str]:
         hint = f" {name}=none is the absence of it." if "none" in options else ""
         return [f"{text}: {group} needs a choice.{hint} Options: {', '.join(options)}."]
     names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
-    wrong = [f"{text}: {unknown(group, n, options)}" for n in names if n.removesuffix(".yaml") not in options]
+    absent = [n for n in names if n.removesuffix(".yaml") not in options]
+    wrong = [f"{text}: {EXTRAS.get((group, n)) or unknown(group, n, options)}" for n in absent]
     if (
         not wrong and len(names) > 1 and any("_target_" in tree.file(group, n) for n in names)
     ):  # parts do not merge
@@ -162,9 +162,8 @@ def _unknown_key(key: str, tree: Tree, base: DictConfig) -> str:
     own = key.startswith("hydra.")
     names = [p for p in _paths(OmegaConf.to_container(base)) if p.startswith("hydra.") == own]
     stem, _, last = key.rpartition(".")
-    by_last = {
-        p.rpartition(".")[2]: p for p in sorted(names, key=lambda p: -p.count("."))
-    }  # the shallowest wins
+    shallowest_last = sorted(names, key=lambda p: -p.count("."))
+    by_last = {p.rpartition(".")[2]: p for p in shallowest_last}
     siblings = {p.rpartition(".")[2]: p for p in names if p.rpartition(".")[0] == stem}
     if not stem:
         siblings |= {group: group for group in tree.groups()}

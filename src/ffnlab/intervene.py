@@ -17,6 +17,23 @@ from ffnlab.probe.base import layers
 Change = Callable[[Tensor], Tensor]
 
 
+def keep_largest(post: Tensor, frac: float) -> Tensor:
+    """`post` with all but each token's round(frac * F) largest values by size set to 0."""
+    k = max(1, round(frac * post.shape[-1]))
+    kept = post.abs().topk(k, dim=-1).indices
+    return torch.zeros_like(post).scatter(-1, kept, post.gather(-1, kept))
+
+
+def drop_small(post: Tensor, eps: float) -> Tensor:
+    """`post` with everything of at most this size set to 0."""
+    return torch.where(post.abs() > eps, post, 0)
+
+
+def lower(pre: Tensor, by: float) -> Tensor:
+    """`pre` moved down, as a C that is higher by as much moves it."""
+    return pre - by
+
+
 def acts(model: nn.Module) -> dict[str, list[str]]:
     """The activation modules by layer: {'L03': ['blocks.3.ffn.act']}."""
     return layers(name for name, _ in model.named_modules())
@@ -78,8 +95,9 @@ class Activity:
         def see(name: str) -> Change:
             def add(post: Tensor) -> Tensor:
                 rows = post.detach().flatten(0, -2)
-                sums = torch.stack([(rows != 0).sum(0), rows.abs().sum(0).float(), rows.sum(0).float()])
-                self._sums[name] = self._sums.get(name, 0) + sums.cpu().double()
+                # added up in fp32: a sum in bf16 has two digits
+                sizes = (kind.sum(0, dtype=torch.float32) for kind in (rows != 0, rows.abs(), rows))
+                self._sums[name] = self._sums.get(name, 0) + torch.stack([*sizes]).cpu().double()
                 self.tokens[name] = self.tokens.get(name, 0) + len(rows)
                 return post
 

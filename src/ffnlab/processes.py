@@ -37,11 +37,20 @@ class Processes:
         for t, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             t.copy_(total.view_as(t))
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is up in any process."""
-        raised = torch.tensor(float(flag))
-        self.add_up([raised])
-        return bool(raised > 0)
+    def highest(self, value: int) -> int:
+        """The highest value that any process has."""
+        if self.size == 1:
+            return value
+        found = torch.tensor(value, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank."""
+        box: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(box, value)
+        return box
 
     def from_leader(self, value: Any) -> Any:
         """The leader's value, in every process."""

@@ -1,13 +1,10 @@
 """A session that writes its record into a run directory: the course of one run, from its start to its end."""
 
-import dataclasses
 import json
 import math
-import statistics
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +12,30 @@ import torch
 
 from ffnlab.cache import cache_dir
 from ffnlab.device import DTYPES
+from ffnlab.ending import AtEnd, ceiling, complaints, in_time, quietly, timings
 from ffnlab.errors import UserError
 from ffnlab.facts import check_same_run, closing, facts, opening, token_texts
 from ffnlab.nn.count import TRAINING, count, total
-from ffnlab.nn.rate import cached, measure, remember
+from ffnlab.nn.rate import cached
 from ffnlab.probe import Observation
-from ffnlab.record.checkpoint import newest_complete, save, save_weights
+from ffnlab.record.checkpoint import resumable, save, save_weights
 from ffnlab.record.console import ConsoleSink
+from ffnlab.record.files import free_bytes, full_disk
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.neurons import NeuronRecord
 from ffnlab.record.rundir import RunDir, write_atomic
 from ffnlab.record.sinks import Sinks
 from ffnlab.session import Session
-from ffnlab.stop import Stop
-from ffnlab.train import Diverged, Progress, Row, train
-
-AtEnd = Callable[[Path], list[Path]]
-AT_END_S = 5.0  # patience with the figures at the end of a run
+from ffnlab.stop import Stop, Stopped
+from ffnlab.train import Diverged, Progress, Rewind, Row, train
+from ffnlab.trouble import diagnose, finite, spike
 
 
 class Recorded:
     """What the process that leads a run adds to the loop."""
 
-    def __init__(self, session: Session, rundir: RunDir, choices: Mapping[str, Any]):
-        self.session, self.rundir, self.choices = session, rundir, choices
+    def __init__(self, session: Session, rundir: RunDir, choices: Mapping[str, Any], stop: Stop):
+        self.session, self.rundir, self.choices, self.stop = session, rundir, choices, stop
         self.metrics = Metrics(rundir.path / "metrics.jsonl")
         self.neurons = NeuronRecord(rundir.path / "neurons.zarr", session.probe.budget_gib)
         self.sinks = Sinks([ConsoleSink(), session.sink])
@@ -48,24 +45,12 @@ class Recorded:
         timings = rundir.info().get("timings", {})
         self.probe_s_before: dict[str, float] = timings.get("probes", {})
 
-    def run(self, stop: Stop, at_end: AtEnd | None) -> Row:
+    def run(self, at_end: AtEnd | None) -> Row:
         """Resume or start, train, and write the end, however it comes."""
-        s, status = self.session, "failed"
+        status = "failed"
         try:
             self.begin()
-            calls = {
-                "evaluate": self.evaluate,
-                "observe": self.observe,
-                "on_gradients": s.observer.on_gradients,
-                "log": self.log,
-                "save": self.save,
-            }
-            if not self.reached():
-                train(s.train, s.hooks(stop=stop, **calls), progress=self.progress, **s.trained())
-            over = self.progress.step == s.train.steps or self.reached()
-            status = "done" if over else "interrupted"
-            if status == "done" and s.data.n_test:
-                self.log({**dataclasses.asdict(self.progress), **s.test()})
+            status = "done" if self.course() else "interrupted"
         except Diverged as error:
             status = "diverged"
             self.rundir.update(diverged=str(error))
@@ -82,6 +67,37 @@ class Recorded:
             self.end(status, at_end)
         return self.last
 
+    def course(self) -> bool:
+        """All updates, and the test when they are done; whether the run came to its end."""
+        s, stop = self.session, self.stop
+        calls = {
+            "evaluate": self.evaluate,
+            "observe": self.observe,
+            "on_gradients": s.observer.on_gradients,
+            "log": self.log,
+            "save": self.save,
+            "diagnose": lambda step, micro, what: diagnose(s, self.rundir.path, step, micro, what, self.last),
+            "on_spike": lambda row: spike(s, self.rundir, self.progress, row),
+        }
+        while not self.reached():
+            try:
+                train(s.train, s.hooks(stop=stop, **calls), progress=self.progress, **s.trained())
+                break
+            except Rewind as back:
+                self.progress = s.rewound(back, self.progress)
+                self.cut(resumed=True)
+        p = self.progress
+        over = self.reached() or (p.step == s.train.steps and p.pending is None)
+        if not s.data.n_test:
+            return over
+        if s.stopped(stop):
+            return False
+        tested = s.test(stop)
+        if s.stopped(stop):
+            return False  # not all of the split was seen
+        self.log({"step": p.step, "tokens": p.tokens, "time_s": p.time_s, **tested})
+        return over
+
     def begin(self) -> None:
         """The newest complete checkpoint, or a fresh start; the record is cut back to it, and the copies
         start.
@@ -92,16 +108,11 @@ class Recorded:
         self.rundir.update(kernels=s.measure_kernels(before.get("kernels")))
         if s.data.tokenizer is not None:
             s.data.tokenizer.save(self.rundir.path / "tokenizer.json")
-        found = newest_complete(self.rundir.path)
-        s.processes.from_leader({"checkpoint": found, "info": self.rundir.info()})
-        self.progress = s.begin(found)
-        self.cut(self.progress.step if found else -1)
+        found = self.start()
         for name, (array, dims) in s.observer.fixed().items():
             self.neurons.fix(name, array, dims)
         if texts := token_texts(s):
             write_atomic(self.rundir.path / "tokens.json", json.dumps(texts))
-        for row in self.metrics.read():
-            self.last |= row
         if found is None and s.checkpoint.weights_every is not None:
             save_weights(self.rundir.path, 0, s.model.state_dict())
         info = {**self.rundir.info(), "path": str(self.rundir.path), "resumed": found is not None}
@@ -109,16 +120,40 @@ class Recorded:
             print(line, flush=True)
         self.sinks.start(info, dict(s.cfg))
 
-    def cut(self, step: int) -> None:
-        """The record up to `step`; a warning where it does not reach that far, a UserError where it is
-        damaged.
+    def start(self) -> Path | None:
+        """Go on from the newest complete checkpoint, or begin; never from step 0 where there was one, and not
+        unsaid where there was none.
         """
+        s, folder = self.session, self.rundir.path / "checkpoints"
+        found = resumable(self.rundir.path)
+        least = 2 * sum(p.nbytes for p in s.model.parameters())  # of a checkpoint: one moment, or two
+        if free_bytes(folder) < least:
+            raise full_disk(folder, least)
         (self.rundir.path / "error.txt").unlink(missing_ok=True)  # of a session before this one
-        if step >= 0:
-            for part in (self.metrics.path, self.neurons.path):
-                if not part.exists():
-                    warnings.warn(f"{part} is missing: the record begins after step {step}", stacklevel=2)
-        self.metrics.truncate(step)
+        if found is None and (rows := self.metrics.read()):
+            warnings.warn(
+                f"{self.rundir.path} holds no checkpoint yet: begins again at step 0, its record up to step "
+                f"{rows[-1]['step']} is dropped",
+                stacklevel=2,
+            )
+        self.progress = s.begin(found)
+        self.cut(resumed=found is not None)
+        over = self.reached()
+        s.processes.from_leader({"checkpoint": found, "info": self.rundir.info(), "over": over})
+        return found
+
+    def cut(self, resumed: bool) -> None:
+        """The record up to where the run goes on; a warning where it does not reach that far, a UserError
+        where it is damaged.
+        """
+        step = self.progress.step if resumed else -1
+        for part in (self.metrics.path, self.neurons.path) if resumed else ():
+            if not part.exists():
+                warnings.warn(f"{part} is missing: the record begins after step {step}", stacklevel=2)
+        self.metrics.truncate(step if self.progress.pending is None else step - 1)
+        self.last = Row()
+        for row in self.metrics.read():
+            self.last |= row
         try:
             self.neurons.truncate(step)
         except UserError:
@@ -135,8 +170,12 @@ class Recorded:
         return target is not None and self.progress.step > 0 and self.last.get("val/loss", math.inf) <= target
 
     def evaluate(self, step: int) -> Row:
-        """Validation loss and the scan."""
-        return self.session.validation() | self.record(step, self.session.observer.scan(step))
+        """Validation loss and the scan; nothing where a stop cut them off."""
+        row = self.session.validation(self.stop)
+        try:
+            return row | self.record(step, self.session.observer.scan(step, self.stop.check))
+        except Stopped:
+            return Row()
 
     def observe(self, step: int) -> Row:
         """What the probes see after update `step`, where one is due."""
@@ -188,51 +227,20 @@ class Recorded:
         """The status first; what may fail after it gets a warning and hides neither it nor an error on its
         way.
         """
-        quietly(self.rundir.update, status=status, final=self.last)
+        skips = {"skips": self.progress.skips} if self.progress.skips else {}
+        quietly(self.rundir.update, status=status, final=self.last, **skips)
         quietly(self.neurons.flush)
-        quietly(self.rundir.update, timings=self.timings())
+        rows, s = quietly(self.metrics.read) or [], self.session
+        quietly(self.rundir.update, timings=timings(s, rows, self.progress.time_s, self.probe_s_before))
         self.metrics.close()
+        wrong = complaints(rows) if status == "done" else []
         if status == "done":
-            quietly(self.rundir.update, matrix_rate_flops_per_s=self.ceiling())
+            quietly(self.rundir.update, matrix_rate_flops_per_s=ceiling(s), warnings=wrong)
         if status == "done" and at_end is not None:
-            for picture in in_time(at_end, self.rundir.path):
+            for picture in in_time(at_end, self.rundir.path, self.stop):
                 self.sinks.image(picture.stem, picture, self.progress.step)
-        self.sinks.finish(status, {k: v for k, v in self.last.items() if math.isfinite(v)})
+        self.sinks.finish(status, finite(self.last))
         if status == "done":
-            print("\n".join(closing(self.rundir.info(), self.last, self.rundir.path)))
-
-    def timings(self) -> dict[str, Any]:
-        """Seconds of all sessions, those of the probes (scans included) together and one by one, the pace."""
-        rows = quietly(self.metrics.read) or []
-        pace = [row["perf/tok_per_s"] for row in rows if "perf/tok_per_s" in row]
-        cost, before = self.session.observer.cost, self.probe_s_before
-        probes = {name: before.get(name, 0.0) + seconds for name, seconds in cost.items()}
-        return {
-            "total_s": self.progress.time_s,
-            "probe_s": sum(probes.values()),
-            "probes": probes,
-            "median_tok_per_s": statistics.median(pace) if pace else 0.0,
-        }
-
-    def ceiling(self) -> float:
-        """The matrix-product rate, measured again: a machine busy at the start measured too little."""
-        device, dtype = self.session.device, DTYPES[self.session.precision]
-        return remember(cache_dir(), device, dtype, measure(device, dtype, budget_s=0.1))
-
-
-def quietly(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """call(...), an exception of it as a warning: for what must not hide how a run ended."""
-    try:
-        return call(*args, **options)
-    except Exception as error:
-        warnings.warn(f"at the end of the run: {type(error).__name__}: {error}", stacklevel=2)
-        return None
-
-
-def in_time(at_end: AtEnd, run: Path) -> list[Path]:
-    """The pictures of `at_end`, or none when it fails or takes longer than AT_END_S."""
-    pictures: list[Path] = []
-    drawing = threading.Thread(target=lambda: pictures.extend(quietly(at_end, run) or []), daemon=True)
-    drawing.start()
-    drawing.join(AT_END_S)
-    return list(pictures)
+            print("\n".join(closing(self.rundir.info(), self.last, self.rundir.path)), flush=True)
+        for line in wrong:
+            warnings.warn(line, stacklevel=2)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ffnlab.device import set_threads
+from ffnlab.ending import AtEnd
 from ffnlab.errors import UserError
 from ffnlab.processes import Processes, processes
 from ffnlab.record.rundir import RunDir, new_name
-from ffnlab.recorded import AtEnd, Recorded
+from ffnlab.recorded import Recorded
 from ffnlab.session import Session
 from ffnlab.stop import Stop
-from ffnlab.train import Diverged, Row, train
+from ffnlab.train import Diverged, Rewind, Row, train
 from ffnlab.validate import validate
 
 # Keys that may differ when a run is resumed.
@@ -54,22 +55,41 @@ def lead(cfg: Mapping[str, Any], choices: Mapping[str, Any], these: Processes, a
         if rundir.state == "done":
             these.from_leader(None)
             return finished(rundir)
+        recorded = prepared(cfg, choices, these, session, rundir, stop)
         with stop.listening():
-            if session is None:
-                set_threads(cfg["train"]["threads"], rundir.info().get("threads"))
-                session = Session(cfg, these, rundir.info())
-            recorded = Recorded(session, rundir, choices)
-            final = recorded.run(stop, at_end)
+            final = recorded.run(at_end)
     finally:
         rundir.close()
-    if stop.signum is not None and rundir.info().get("status") == "interrupted":
-        name = signal.Signals(stop.signum).name
-        print(
-            f"{name} after step {recorded.progress.step}; the same command with out={out} goes on",
-            file=sys.stderr,
-        )
+    if stop.signum is not None:
+        done = rundir.info().get("status") == "done"
+        then = f"the run is done: {out}" if done else f"the same command with out={out} goes on"
+        step = recorded.progress.step
+        print(f"{signal.Signals(stop.signum).name} after step {step}; {then}", file=sys.stderr)
         raise SystemExit(128 + stop.signum)
     return final
+
+
+def prepared(
+    cfg: Mapping[str, Any],
+    choices: Mapping[str, Any],
+    these: Processes,
+    session: Session | None,
+    rundir: RunDir,
+    stop: Stop,
+) -> Recorded:
+    """The parts of a run that is resumed are built now; what goes wrong meanwhile is its status."""
+    status = "failed"
+    try:
+        if session is None:
+            set_threads(cfg["train"]["threads"], rundir.info().get("threads"))
+            session = Session(cfg, these, rundir.info())
+        return Recorded(session, rundir, choices, stop)
+    except (KeyboardInterrupt, SystemExit):
+        status = "interrupted"
+        raise
+    finally:
+        if sys.exception() is not None:
+            rundir.set_status(status)
 
 
 def follow(cfg: Mapping[str, Any], these: Processes) -> Row:
@@ -80,17 +100,28 @@ def follow(cfg: Mapping[str, Any], these: Processes) -> Row:
     set_threads(cfg["train"]["threads"], start["info"]["threads"])
     session, stop = Session(cfg, these, start["info"]), Stop()
     session.measure_kernels(start["info"]["kernels"])
-    progress = session.begin(start["checkpoint"])
+    progress, over = session.begin(start["checkpoint"]), start["over"]
     silent = {
-        "evaluate": lambda step: session.validation(),
+        "evaluate": lambda step: session.validation(stop),
         "observe": lambda step: {},
         "on_gradients": lambda step: None,
         "log": lambda row: None,
         "save": lambda progress, last: None,
+        "diagnose": lambda step, micro, what: str(these.gather(session.diagnosis(step, micro))),
+        "on_spike": lambda row: these.from_leader(None),
     }
+    hooks = session.hooks(stop=stop, **silent)
     with stop.listening():
-        train(session.train, session.hooks(stop=stop, **silent), progress=progress, **session.trained())
-    return session.test() if session.data.n_test and stop.signum is None else {}
+        while not over:
+            try:
+                train(session.train, hooks, progress=progress, **session.trained())
+                over = True
+            except Rewind as back:
+                progress = session.rewound(back, progress)
+        if session.data.n_test and not session.stopped(stop):
+            session.test(stop)
+            session.stopped(stop)  # the leader asks, too
+    return {}
 
 
 def finished(rundir: RunDir) -> Row:

@@ -2,8 +2,8 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ffnlab.cache import cache_dir
 from ffnlab.config import settings
 from ffnlab.data import Dataset, Tokenizer
 from ffnlab.device import DTYPES, autocast, choose_device, choose_precision
+from ffnlab.diagnose import diagnose
 from ffnlab.errors import UserError
 from ffnlab.evaluate import evaluate
 from ffnlab.nn.gpt import GPT, run_block_checkpointed
@@ -21,14 +22,17 @@ from ffnlab.nn.threshold import calibrate
 from ffnlab.probe import Observer
 from ffnlab.processes import Processes
 from ffnlab.record.checkpoint import CheckpointSettings, load
+from ffnlab.record.metrics import plain
 from ffnlab.stop import Stop
-from ffnlab.train import Hooks, Progress, Row, TrainConfig
+from ffnlab.train import Hooks, Progress, Rewind, Row, TrainConfig, step_seed
+from ffnlab.update import Batch
 
 
 class Session:
-    """The parts of a run, built from its configuration and put on their device."""
+    """The parts of a run, built from its configuration and put on their device.
 
-    """`before` is what run.json says when a run is resumed: an `auto` of then stays what it was."""
+    `before` is what run.json says when a run is resumed: an `auto` of then stays what it was.
+    """
 
     def __init__(self, cfg: Mapping[str, Any], processes: Processes, before: Mapping[str, Any]):
         self.cfg, self.processes = cfg, processes
@@ -85,10 +89,15 @@ class Session:
             schedule=self.schedule,
             precision=self.autocast,
             before_update=self.before_update,
-            stop=lambda: self.processes.any(stop.signum is not None),
+            stop=lambda: self.stopped(stop),
             add_up=self.processes.add_up,
             **recording,
         )
+
+    def stopped(self, stop: Stop) -> bool:
+        """Whether any process was asked to stop: all ask together."""
+        stop.told = self.processes.highest(stop.signum or 0) or None
+        return stop.told is not None
 
     def begin(self, checkpoint: Path | None) -> Progress:
         """Go on from a checkpoint, or start: thresholds with an `active_frac` are set on the probe batch."""
@@ -108,29 +117,48 @@ class Session:
             known, self.train.batch_size * self.cfg["model"]["seq_len"], self.autocast
         )
 
-    def batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, step: int) -> list[Batch]:
         """The micro-batches of update `step`, on the device."""
         n, size, these = self.train.grad_accum, self.train.batch_size, self.processes
         part = {"grad_accum": n, "rank": these.rank, "world": these.size}
         pairs = (self.data.batch(step, size, micro=m, **part) for m in range(n))
         return [(x.to(self.device), y.to(self.device)) for x, y in pairs]
 
-    def validation(self) -> Row:
+    def rewound(self, back: Rewind, before: Progress) -> Progress:
+        """Back at the checkpoint before a spike; the batches from there up to the spike are passed over."""
+        self.optimizer.zero_grad()
+        if self.scaler.is_enabled():
+            self.scaler.update()  # forgets the gradients that it has unscaled
+        after = self.begin(back.checkpoint)
+        after.passed_over = before.passed_over + back.step - after.step
+        after.rewinds, after.time_s = before.rewinds + 1, before.time_s
+        return after
+
+    def diagnosis(self, step: int, micro: Sequence[Batch]) -> dict[str, Any]:
+        """Where numbers that are not finite began, on this process's part of the batch of update `step`."""
+        torch.manual_seed(step_seed(self.trained()["seed"], step))  # the same dropout
+        try:
+            return diagnose(self.model, self.model.loss, micro, self.autocast)
+        except Exception as error:  # out of memory, say: it must not hide what it was asked about
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    def validation(self, stop: Stop) -> Row:
         """val/loss and, where the text is known, val/bits_per_byte; `eval_batches` counts batches of one
-        update.
+        update. On a stop, of the part that was done.
         """
         n = self.train.eval_batches
         windows = None if n is None else n * self.train.grad_accum * self.processes.size
-        loss, per_byte = self.measured(self.data.val_batches(self.train.batch_size, windows))
+        loss, per_byte = self.measured(self.data.val_batches(self.train.batch_size, windows), stop)
         return {"val/loss": loss} | ({} if per_byte is None else {"val/bits_per_byte": per_byte})
 
-    def test(self) -> Row:
+    def test(self, stop: Stop) -> Row:
         """test/loss on the whole test split (`data.test_frac`), which is read once, when the run is over."""
-        return {"test/loss": self.measured(self.data.test_batches(self.train.batch_size, None))[0]}
+        return {"test/loss": self.measured(self.data.test_batches(self.train.batch_size, None), stop)[0]}
 
-    def measured(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float | None]:
-        """Nats per token and bits per byte, in eval mode."""
+    def measured(self, batches: Iterable[Batch], stop: Stop) -> tuple[float, float | None]:
+        """Nats per token and bits per byte, in eval mode; of the batches before a stop."""
         mine = islice(batches, self.processes.rank, None, self.processes.size)
+        mine = takewhile(lambda _: stop.received is None, mine)
         self.model.eval()
         try:
             here = ((x.to(self.device), y.to(self.device)) for x, y in mine)
@@ -140,10 +168,11 @@ class Session:
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """All but the weights that the rest of the run depends on."""
+        pending = progress.pending and {key: plain(value) for key, value in progress.pending.items()}
         return {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "progress": dataclasses.asdict(progress),
+            "progress": dataclasses.asdict(progress) | {"pending": pending},
             "probes": self.observer.state(),
             "kernels": self.kernels.state(),
         }

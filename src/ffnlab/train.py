@@ -1,18 +1,22 @@
 """The training loop: plain callables in, rows of numbers out. It knows no variant, no Hydra, no W&B."""
 
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ffnlab.clock import Clock
+from ffnlab.spikes import Pair, remember, spike_score
+from ffnlab.update import Batch, grad_norm, gradients, update
+
 Row = dict[str, float]
 MAX_OVERFLOWS = 20  # fp16 steps in a row that overflow before a run counts as diverged
-Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,12 @@ class TrainConfig:
     eval_every: int
     eval_batches: int | None
     target_loss: float | None
-    on_nonfinite: Literal["stop"]
+    on_nonfinite: Literal["stop", "skip"]
+    max_skips: int
+    max_skips_in_a_row: int
+    on_spike: Literal["ignore", "log", "rewind"]
+    spike_window: int
+    spike_sigma: float
 
 
 @dataclass
@@ -42,10 +51,24 @@ class Progress:
     step: int = 0  # updates done
     tokens: int = 0  # training tokens seen
     time_s: float = 0.0  # seconds of all sessions
+    pending: Row | None = None  # the row of `step`, whose evaluation a stop cut off: it is done again
+    skips: int = 0  # updates left out because a number was not finite
+    skips_in_a_row: int = 0
+    recent: list[Pair] = field(default_factory=list)  # of the updates before, where spikes are looked for
+    rewinds: int = 0  # times that the run went back to a checkpoint after a spike
+    passed_over: int = 0  # batches left out by that: update k takes batch k + passed_over
 
 
 class Diverged(Exception):
     """The loss or the gradient is not finite; raised before the update that would have used it."""
+
+
+class Rewind(Exception):
+    """Update `step` is a spike: go on from `checkpoint`, with other batches than those up to it."""
+
+    def __init__(self, step: int, checkpoint: Path):
+        super().__init__(f"step {step}: back to {checkpoint}")
+        self.step, self.checkpoint = step, checkpoint
 
 
 @dataclass
@@ -61,93 +84,15 @@ class Hooks:
     on_gradients: Callable[[int], None]  # before clipping
     log: Callable[[Row], None]
     save: Callable[[Progress, bool], None]  # after every update; True on a stop and at the end
-    stop: Callable[[], bool]  # asked at every step boundary
+    stop: Callable[[], bool]  # asked at every step boundary, before and after an evaluation
     add_up: Callable[[Sequence[Tensor]], None]  # sum tensors over processes; nothing to do for one
+    diagnose: Callable[[int, Sequence[Batch], str], str]  # writes where numbers went bad; says it
+    on_spike: Callable[[Row], Path | None]  # the row of the next update; where to go back to; None: go on
 
 
-def synchronize() -> None:
-    """Let the accelerator finish, so that what is timed pays for its own work only."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-class Clock:
-    """Wall time since the last row, evaluation and checkpoints left out, probes counted apart."""
-
-    def __init__(self) -> None:
-        self.row = self.last = time.perf_counter()
-        self.outside = self.probe = 0.0
-
-    def measure(self, row: Row, tokens: int, steps: int) -> None:
-        """Add perf/tok_per_s, perf/step_ms and perf/probe_frac to a row of `steps` updates, and start the
-        next row.
-        """
-        now = time.perf_counter()
-        seconds = max(now - self.row - self.outside, 1e-9)
-        row |= {
-            "perf/tok_per_s": tokens / seconds,
-            "perf/step_ms": 1e3 * seconds / steps,
-            "perf/probe_frac": self.probe / seconds,
-        }
-        self.row, self.outside, self.probe = now, 0.0, 0.0
-
-    def session(self) -> float:
-        """Seconds since this was last asked."""
-        self.last, before = time.perf_counter(), self.last
-        return self.last - before
-
-    def timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
-        """call(*args), its seconds added to `outside` or `probe`."""
-        synchronize()
-        start = time.perf_counter()
-        out = call(*args)
-        synchronize()
-        setattr(self, name, getattr(self, name) + time.perf_counter() - start)
-        return out
-
-
-def gradients(
-    loss: Callable[[Tensor, Tensor], Tensor],
-    micro: Sequence[Batch],
-    precision: Callable[[], AbstractContextManager],
-    scaler: Any,
-    add_up: Callable[[Sequence[Tensor]], None] = lambda tensors: None,
-) -> tuple[float, int]:
-    """Accumulate this process's part of the gradient of the mean loss over all counted targets.
-
-    Returns that mean and how many targets there are, of all processes: `add_up` sums tensors over them.
-    """
-    count = torch.stack([(y >= 0).sum() for _, y in micro]).sum()
-    add_up([count])
-    total = torch.zeros((), device=count.device)
-    for x, y in micro:
-        with precision():
-            part = loss(x, y) / count
-        scaler.scale(part).backward()
-        total += part.detach()
-    add_up([total])
-    return float(total), int(count)
-
-
-def grad_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> float:
-    """Euclidean norm of all gradients, which are scaled down to `clip` when it is larger."""
-    return float(torch.nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip))
-
-
-def update(optimizer: Any, scaler: Any, norm: float, overflows: int) -> int:
-    """Step, unless the gradient is not finite; returns how many steps in a row were left out for that.
-
-    In fp16 an overflow is how the scale finds its size: all parameters keep their values, the scale halves,
-    and the step counts as done.
-    """
-    if not math.isfinite(norm):
-        if scaler.is_enabled():
-            scaler.update(scaler.get_scale() / 2)
-        return overflows + 1
-    for inner in optimizer.optimizers:
-        scaler.step(inner)
-    scaler.update()
-    return 0
+def step_seed(seed: int, step: int) -> int:
+    """Seeds dropout by (seed, step), so that a resume needs no random state."""
+    return seed + 1_000_003 * step
 
 
 def train(
@@ -164,56 +109,110 @@ def train(
     """Update k for k = progress.step + 1 .. steps; returns early on `hooks.stop()` or at `target_loss`.
 
     `loss(x, y)` is the sum of the cross-entropy over the targets. Row k holds the loss of the batch that
-    made update k.
-    Raises Diverged before an update with a non-finite loss or gradient.
+    made update k. A stop is heard at every step boundary and inside an evaluation, which is then done again
+    when the run goes on.
+    Raises Diverged before an update with a non-finite loss or gradient, Rewind before one that is a spike.
     """
     clock = Clock()
-    tokens_at_row, step_at_row = progress.tokens, progress.step
-    overflows = 0
+    target = -math.inf if cfg.target_loss is None else cfg.target_loss
+    written = (progress.step, progress.tokens)  # of the last row
 
-    def finish_row(row: Row) -> None:
-        nonlocal tokens_at_row, step_at_row
-        if progress.step > step_at_row:
-            clock.measure(row, progress.tokens - tokens_at_row, progress.step - step_at_row)
-        tokens_at_row, step_at_row = progress.tokens, progress.step
+    def finish(row: Row, evaluate: bool, write: bool) -> bool:
+        """Evaluate where that is due, write the row of this step, save; whether to go on."""
+        nonlocal written
+        step, stop = progress.step, hooks.stop()
+        if write and step > written[0]:
+            clock.measure(row, progress.tokens - written[1], step - written[0])
+            written = (step, progress.tokens)
+        found = clock.timed("outside", hooks.evaluate, step) if evaluate and not stop else {}
+        stop = stop or (evaluate and hooks.stop())
         progress.time_s += clock.session()
-        hooks.log({"step": progress.step, "tokens": progress.tokens, "time_s": progress.time_s, **row})
+        progress.pending = row if evaluate and stop else None
+        if write and progress.pending is None:
+            row |= found
+            hooks.log({"step": step, "tokens": progress.tokens, "time_s": progress.time_s, **row})
+        if not math.isfinite(found.get("val/loss", 0.0)) and not stop:
+            what = f"step {step}: val/loss is {found['val/loss']}"
+            raise Diverged(
+                f"{what}; {hooks.diagnose(step, hooks.batches(step + progress.passed_over), what)}"
+            )
+        reached = not stop and found.get("val/loss", math.inf) <= target
+        if step:
+            clock.timed("outside", hooks.save, progress, stop or reached or step == cfg.steps)
+        return not (stop or reached)
 
+    go_on = True
     if progress.step == 0:
-        row = clock.timed("outside", hooks.evaluate, 0) | clock.timed("outside", hooks.observe, 0)
-        finish_row(row)
+        go_on = finish(clock.timed("outside", hooks.observe, 0), evaluate=True, write=True)
         clock = Clock()
-    while progress.step < cfg.steps:
+    elif progress.pending is not None:
+        go_on = finish(progress.pending, evaluate=True, write=True)
+    while go_on and progress.step < cfg.steps:
         step = progress.step + 1
-        torch.manual_seed(seed + 1_000_003 * step)  # dropout by (seed, step): a resume needs no random state
+        torch.manual_seed(step_seed(seed, step))
         optimizer.set_factor(factor := hooks.schedule(step))
         hooks.before_update(step)
-        mean, count = gradients(loss, hooks.batches(step), hooks.precision, scaler, hooks.add_up)
+        micro = hooks.batches(step + progress.passed_over)
+        mean, count = gradients(loss, micro, hooks.precision, scaler, hooks.add_up)
         hooks.add_up([p.grad for p in parameters if p.grad is not None])
-        if not math.isfinite(mean):
-            raise Diverged(f"step {step}: the loss is {mean}")
         for inner in optimizer.optimizers:
             scaler.unscale_(inner)
         clock.timed("probe", hooks.on_gradients, step)
         norm = grad_norm(parameters, cfg.clip)
-        overflows = update(optimizer, scaler, norm, overflows)
-        optimizer.zero_grad()
-        if overflows > (MAX_OVERFLOWS if scaler.is_enabled() else 0):
-            raise Diverged(f"step {step}: the gradient norm is {norm} (loss {mean:.4f})")
-        progress.step, progress.tokens = step, progress.tokens + count
-
         row = {"train/loss": mean, "optim/lr": optimizer.lr * factor, "optim/grad_norm": norm}
+        if not (leave_out := bad_numbers(cfg, hooks, progress, scaler.is_enabled(), micro, row)):
+            look_for_spike(cfg, hooks, progress, row)
+        update(optimizer, scaler, leave_out)
+        optimizer.zero_grad()
+        progress.step, progress.tokens = step, progress.tokens + count
         row |= (seen := clock.timed("probe", hooks.observe, step))
-        stop = hooks.stop()
-        if evaluated := step % cfg.eval_every == 0 or step == cfg.steps:
-            row |= clock.timed("outside", hooks.evaluate, step)
-        if not math.isfinite(row.get("val/loss", 0.0)):
-            finish_row(row)
-            raise Diverged(f"step {step}: val/loss is {row['val/loss']}")
-        reached = cfg.target_loss is not None and row.get("val/loss", math.inf) <= cfg.target_loss
-        if evaluated or seen or stop or step % cfg.log_every == 0:
-            finish_row(row)
-        clock.timed("outside", hooks.save, progress, stop or reached or step == cfg.steps)
-        if stop or reached:
-            break
+        evaluate = step % cfg.eval_every == 0 or step == cfg.steps
+        go_on = finish(row, evaluate, evaluate or bool(seen) or step % cfg.log_every == 0)
     return progress
+
+
+def bad_numbers(
+    cfg: TrainConfig, hooks: Hooks, progress: Progress, fp16: bool, micro: Sequence[Batch], row: Row
+) -> bool:
+    """Whether the next update must be left out, because its loss or gradient is not finite. Counts those, and
+    raises Diverged where `train.on_nonfinite` allows none, or no more. In fp16 a gradient that overflows is
+    in the order of things.
+    """
+    mean, norm, step = row["train/loss"], row["optim/grad_norm"], progress.step + 1
+    bad = not (math.isfinite(mean) and math.isfinite(norm))
+    progress.skips_in_a_row = progress.skips_in_a_row + 1 if bad else 0
+    overflow = fp16 and math.isfinite(mean) and progress.skips_in_a_row <= MAX_OVERFLOWS
+    if bad and not overflow:
+        what = (
+            f"the gradient norm is {norm} (loss {mean:.4f})" if math.isfinite(mean) else f"the loss is {mean}"
+        )
+        what = f"step {step}: {what}"
+        progress.skips += 1
+        where = hooks.diagnose(step, micro, what)
+        if cfg.on_nonfinite == "stop":
+            raise Diverged(f"{what}; {where}")
+        for key, n in (("max_skips", progress.skips), ("max_skips_in_a_row", progress.skips_in_a_row)):
+            if n > getattr(cfg, key):
+                raise Diverged(
+                    f"{what}; {where}; train.{key}={getattr(cfg, key)} updates were left out before"
+                )
+        count = f"({progress.skips} of at most {cfg.max_skips})"
+        warnings.warn(f"{what}; {where}; this update is left out {count}", stacklevel=2)
+    if cfg.on_nonfinite == "skip":
+        row["optim/skips"] = progress.skips
+    return bad
+
+
+def look_for_spike(cfg: TrainConfig, hooks: Hooks, progress: Progress, row: Row) -> None:
+    """Puts the score of the next update into its row; raises Rewind where it is a spike that is not let
+    through.
+    """
+    if cfg.on_spike == "ignore":
+        return
+    now = (row["train/loss"], row["optim/grad_norm"])
+    row["optim/spike_score"] = spike_score(progress.recent, cfg.spike_window, now)
+    if row["optim/spike_score"] > cfg.spike_sigma:
+        checkpoint = hooks.on_spike(row)
+        if checkpoint is not None:
+            raise Rewind(progress.step + 1, checkpoint)
+    remember(progress.recent, cfg.spike_window, now)

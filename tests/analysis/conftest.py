@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure  # noqa: F401  # with the next two: see tests/conftest.py
 import numpy as np
 import pytest
+import scipy.stats  # noqa: F401
+import xarray  # noqa: F401
 import yaml
 
 from ffnlab.analysis.runs import Run
@@ -30,10 +33,11 @@ def write_interventions(path: Path, layers: Sequence[str], neurons: int) -> None
             values = (method, layer, frac, frac, 3 + 0.1 * halvings, 0.1 * halvings, 0.01)
             rows.append(dict(zip(columns, values, strict=True)))
     write_table(path / "sparsify.csv", columns, rows)
-    columns = ("what", "layer", "neurons", "loss", "rise", "rise_se")
-    rows = [dict(zip(columns, ("nothing", "all", 0, 3.0, 0.0, 0.0), strict=True))]
+    columns = ("what", "layer", "neurons", "loss", "rise", "rise_se", "instead")
+    rows = [dict(zip(columns, ("nothing", "all", 0, 3.0, 0.0, 0.0, "mean"), strict=True))]
     for i, layer in enumerate(layers):
-        rows.append(dict(zip(columns, ("ffn", layer, neurons, 3.5 + i, 0.5 + i, float("nan")), strict=True)))
+        values = ("ffn", layer, neurons, 3.5 + i, 0.5 + i, float("nan"), "mean")
+        rows.append(dict(zip(columns, values, strict=True)))
     write_table(path / "ablate.csv", columns, rows)
 
 

@@ -96,6 +96,30 @@ def test_losses_with_fewer_neurons_are_those_of_the_tables(recorded: Run):
     np.testing.assert_allclose(drawn, [(0.4 * 0.5**i, 0.1 * i) for i in range(4)])
     bars = draw(recorded, "ablate").picture.axes[0].patches
     assert [bar.get_width() for bar in bars] == [0.5, 1.5, 2.5]  # type: ignore[attr-defined]
+    assert "put out their mean over the scan." in draw(recorded, "ablate").caption
+
+
+@pytest.mark.parametrize("low", [0.005, 0.06, 0.21])
+def test_the_axis_of_active_fractions_can_be_read(make_run: Callable[..., Path], tmp_path: Path, low: float):
+    """Whatever range the fractions span: no label touches another, and no point lies on the edge."""
+    path = make_run(tmp_path / "run", layers=["L00"], neurons=4, tokens=4, steps=2)
+    table = (path / "sparsify.csv").read_text().splitlines()
+    rows = [f"{method},{layer},{x},{x},3,{rise},0" for layer in ("all", "L00") for method, x, rise in (
+        ("none", 0.45, 0.0), ("c", (0.45 * low) ** 0.5, 0.1), ("c", low, 0.2)
+    )]  # fmt: skip
+    (path / "sparsify.csv").write_text("\n".join([table[0], *rows, ""]))
+    picture = draw(Run(path), "sparsify").picture
+    canvas = FigureCanvasAgg(picture)
+    canvas.draw()
+    for axes in picture.axes:
+        shown = [text for text in axes.get_xticklabels(which="both") if text.get_text()]
+        boxes = [text.get_window_extent() for text in shown]
+        inside = [box for box in boxes if axes.bbox.x0 - 1 <= (box.x0 + box.x1) / 2 <= axes.bbox.x1 + 1]
+        assert len(inside) >= 2
+        assert not any(a.overlaps(b) for i, a in enumerate(inside) for b in inside[:i])
+        left, right = axes.get_xlim()
+        assert left < low
+        assert right > 0.45
 
 
 def test_loss_is_smoothed_over_finite_values():
@@ -199,6 +223,17 @@ def test_norms_and_crossings_are_the_record(recorded: Run):
     assert f"L00 {np.median(norms[0]):.3f} to {np.median(norms[-1]):.3f} (48 neurons)" in drawing.caption
     ever = array(recorded, "L01/crossings/ever_active_frac")[-1].mean()
     assert f"L01 {ever:.1%}" in draw(recorded, "crossings").caption
+
+
+def test_norms_of_gates_have_their_own_panels(make_run: Callable[..., Path], tmp_path: Path):
+    run = Run(make_run(tmp_path / "run", layers=["L00"], neurons=4, tokens=4, steps=2))
+    group = zarr.open_group(run.path / "neurons.zarr", path="L00/weights", mode="a")
+    norms = 3 * array(run, "L00/weights/up_norm")
+    group.create_array("gate_norm", data=norms, dimension_names=("step", "neuron"))
+    drawing = draw(run, "up_norms")
+    assert [axes.get_title(loc="left") for axes in drawing.picture.axes] == ["L00 up", "L00 gate"]
+    np.testing.assert_allclose(bundles(drawing, 1)[0][..., 1], norms.T)
+    assert f"L00 gate {np.median(norms[0]):.3f}" in drawing.caption
 
 
 def test_moving_distribution(recorded: Run, tmp_path: Path):

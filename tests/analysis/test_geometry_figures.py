@@ -154,8 +154,10 @@ def test_a_gated_run_shows_its_own_gate(make: Make) -> None:
     run = make(ffn=ffn, act={"_target_": "ffnlab.nn.act.gelu.GELU"})
     picture, _ = draw("activation_vs_angle", run)
     labels = [str(line.get_label()) for line in picture.axes[0].get_lines()]
-    assert "gelu gate, up at right angles to it" in labels
-    assert "this run: gelu gate tied to up, C = 0" in labels
+    assert labels[2:4] == [
+        "this run, gelu gate, C = 0: limit of up at right angles to it",
+        "this run, gelu gate, C = 0: limit of up tied to it",
+    ]
     assert "up projection" in draw("sphere", run)[1]
 
 

@@ -13,9 +13,11 @@ import pytest
 import yaml
 import zarr
 
+from ffnlab.analysis.figures import entries
 from ffnlab.analysis.report import report
 from ffnlab.analysis.report.explorer import packed, spread
 from ffnlab.analysis.runs import Run
+from ffnlab.analysis.style import seen
 from ffnlab.errors import UserError
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.neurons import NeuronRecord
@@ -55,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ("scan/token", np.arange(20, dtype=np.int32).reshape(2, 10), ("window", "position")),
     ):
         root.create_array(name, data=values, dimension_names=dims)
-    texts = {str(i): f" w{i}" for i in range(20)} | {"3": HOSTILE}
+    texts = {str(i): f" w{i}" for i in range(20)} | {"3": HOSTILE, "4": "\n字\x00\u202e"}
     (path / "tokens.json").write_text(json.dumps({"seq_len": 10, "text": texts}))
     return Run(path)
 
@@ -97,9 +99,29 @@ def test_the_explorer_holds_the_record(page: str, run: Run):
     trace = layers["L01"]["trace"]
     assert trace["shape"] == [STEPS, TOKENS, NEURONS]
     assert trace["tokens"][3] == HOSTILE  # as data, not as markup
+    assert trace["tokens"][4] == r"\n字\x00\u202e"  # what cannot be seen, seen
+    codes = np.frombuffer(base64.b64decode(trace["data"]), np.uint8).reshape(trace["shape"])
+    low, high = np.array(trace["low"]), np.array(trace["high"])
+    truth = run.neurons("L01/trace")["preact"].values[..., trace["neurons"]].astype(float)
+    assert np.abs(low + codes / 254 * (high - low) - truth).max() <= (high - low).max() / 254
+    np.testing.assert_allclose(low, truth.min((0, 1)))  # each neuron has a range of its own
     top = layers["L01"]["top"]
     first = top["position"][0][0]
-    assert top["context"][str(first)][1] == run.texts[first]
+    assert top["context"][str(first)][1] == seen(run.texts[first])
+    assert top["step"] == STEPS - 1
+
+
+def test_figures_come_in_reading_order_and_what_went_wrong_first(page: str, run: Run, tmp_path: Path):
+    names = re.findall(r"<figcaption><strong>(\w+)</strong>", page)
+    assert names[: len(names) // 2][:2] == ["loss", "active_frac"]
+    order = list(entries())
+    assert order.index("loss") < order.index("heatmap") < order.index("ablate") < order.index("sphere")
+    assert 'class="problem"' not in page
+    lost = tmp_path / "lost"
+    lost.mkdir()
+    (lost / "config.yaml").write_text("seed: 0\n")
+    (lost / "run.json").write_text('{"status": "diverged", "diverged": "step 7: the loss is nan"}')
+    assert '<p class="problem">diverged (step 7: the loss is nan)</p>' in report([Run(lost)], [])
 
 
 def test_a_run_without_records_has_a_report(tmp_path: Path):
@@ -169,7 +191,8 @@ def test_it_lives_in_a_browser(page: str, tmp_path: Path):
         assert f"neuron 1 of {NEURONS}" in form.find_element(By.CLASS_NAME, "note").text
         assert len(form.find_elements(By.CSS_SELECTOR, "path.active")) == 1
         assert len(form.find_elements(By.CSS_SELECTOR, "path.token")) == TOKENS
-        assert len(form.find_elements(By.CSS_SELECTOR, ".top tr")) == 3
+        assert len(form.find_elements(By.CSS_SELECTOR, ".top tbody tr")) == 3
+        assert "post-activation" in form.find_element(By.CSS_SELECTOR, ".top thead").text
         pictures = browser.find_elements(By.TAG_NAME, "img")
         assert all(browser.execute_script("return arguments[0].naturalWidth > 0", img) for img in pictures)
         severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

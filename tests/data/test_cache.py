@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ffnlab.data import cache_dir, load_tokenizer, open_dataset
+from ffnlab.cache import cache_dir
+from ffnlab.data import load_tokenizer, open_dataset
 from ffnlab.data.cache import cached
 from ffnlab.data.shards import ShardWriter, dtype_for, open_shards
 from ffnlab.data.sources.text import Sotu, Text

@@ -61,6 +61,20 @@ def test_there_and_back_is_the_same(family, overrides: list[str]) -> None:
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "arcee"])
+def test_keys_that_are_left_out_are_what_transformers_takes_them_to_be(kind: str) -> None:
+    given = {"hidden_size": 64, "num_attention_heads": 16, "num_hidden_layers": 1, "intermediate_size": 80}
+    given |= {"max_position_embeddings": 8192, "vocab_size": 50, "model_type": kind}
+    theirs = transformers.AutoConfig.for_model(**given, bos_token_id=0, eos_token_id=0)
+    says = dict(line.split("=", 1) for line in llama.read(given).overrides)
+    assert acts.HF[theirs.hidden_act] == says["act"]
+    assert theirs.rms_norm_eps == float(says["norm.eps"]) == float(says["norm_ffn.eps"])
+    assert str(theirs.num_key_value_heads) == says["attention.n_kv_heads"]
+    assert str(getattr(theirs, "sliding_window", None) or "null") == says["attention.window"]
+    assert theirs.rope_parameters["rope_theta"] == float(says["attention.rope_base"])
+    assert str(theirs.tie_word_embeddings).lower() == says["model.tie_head"]
+
+
 @pytest.fixture(scope="module")
 def archs() -> dict[str, dict[str, Any]]:
     """The plain configurations of the two families, small."""

@@ -314,6 +314,19 @@ class TestSquaredReLU:
         assert torch.equal(y, expected)
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=0)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_root_of_the_square_is_the_number(self, make_act, dtype):
+        x = (torch.randn(40, 100) * torch.logspace(-15, 10, 100)).to(dtype).requires_grad_()
+        make_act("relu2", 100)(x).backward(torch.ones_like(x))
+        assert torch.equal(x.grad, 2 * x.detach().relu())
+
+    def test_only_what_is_put_out_is_kept(self, make_act):
+        x = torch.randn(4, 8, requires_grad=True)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = make_act("relu2", 8)(x)
+        assert [t.data_ptr() for t in kept] == [y.data_ptr()]
+
     def test_no_grad_keeps_nothing(self, make_act):
         x = torch.randn(4, 8, requires_grad=True)
         with torch.no_grad():

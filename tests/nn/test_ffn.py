@@ -158,8 +158,12 @@ def test_stress_input_stays_finite(name, act, dtype, make_ffn):
     assert all(p.grad.isfinite().all() for p in ffn.parameters())
 
 
+# Experts take long; the formulas of the others are those of swiglu, mlp or paired with another activation.
+SLOW_DERIVATIVES = {"moe", "switch", "bilinear", "geglu", "glu", "reglu", "reglu2", "paired_init", "multi"}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in {"moe", "switch"} else n for n in NAMES]
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_DERIVATIVES else n for n in NAMES]
 )
 def test_derivatives_by_finite_differences(name, make_ffn):
     act, _ = FORMULAS[name]
@@ -346,19 +350,22 @@ BRINGS |= {"reglu2": "ReLU2", "tied_reglu": "ReLU"}
 
 @pytest.mark.parametrize(
     ("overrides", "act"),
-    [([f"ffn={ffn}"], act) for ffn, act in BRINGS.items()]
+    [
+        pytest.param([f"ffn={ffn}"], act, marks=[] if ffn in ("bilinear", "reglu2") else [pytest.mark.slow])
+        for ffn, act in BRINGS.items()
+    ]
     + [
         ([], "ReLU2"),
         (["ffn=swiglu", "act=relu2"], "ReLU2"),
-        (["act=relu2", "ffn=swiglu"], "ReLU2"),
+        pytest.param(["act=relu2", "ffn=swiglu"], "ReLU2", marks=pytest.mark.slow),
         (["arch=nanogpt"], "GELU"),
-        (["arch=nanogpt", "ffn=swiglu"], "SiLU"),
+        pytest.param(["arch=nanogpt", "ffn=swiglu"], "SiLU", marks=pytest.mark.slow),
         (["arch=nanogpt", "ffn=swiglu", "act=leaky_relu"], "LeakyReLU"),
         (["arch=nanogpt", "act=relu2"], "ReLU2"),
-        (["arch=nanogpt", "ffn=reglu2"], "ReLU2"),
+        pytest.param(["arch=nanogpt", "ffn=reglu2"], "ReLU2", marks=pytest.mark.slow),
         (["arch=nanogpt", "ffn=paired"], "GELU"),
-        (["arch=original"], "ReLU"),
-        (["arch=llama", "ffn=geglu"], "GELU"),
+        pytest.param(["arch=original"], "ReLU", marks=pytest.mark.slow),
+        pytest.param(["arch=llama", "ffn=geglu"], "GELU", marks=pytest.mark.slow),
         (["arch=speedrun", "ffn=mlp"], "ReLU2"),
     ],
 )

@@ -13,7 +13,7 @@ from ffnlab.nn.head import Head
 from ffnlab.nn.norm import LayerNorm
 from ffnlab.nn.position import Rope
 from ffnlab.nn.residual import PLACEMENTS
-from ffnlab.nn.skip import choose_pairs
+from ffnlab.nn.skip import UNet, choose_pairs
 from ffnlab.validate import validate
 
 TINY = ["model.n_layers=6", "model.d_model=32", "model.n_heads=2", "model.seq_len=24"]
@@ -80,7 +80,10 @@ def test_variants_start_from_the_same_shared_weights():
         assert not torch.equal(a.get_parameter(name), c.get_parameter(name))
 
 
-@pytest.mark.parametrize("init", ["uniform", "normal", "he", "xavier", "gpt2"])
+@pytest.mark.parametrize(
+    "init",
+    ["uniform", "xavier", "gpt2", *(pytest.param(init, marks=pytest.mark.slow) for init in ("normal", "he"))],
+)
 def test_init_spread(init: str):
     model = make("model.d_model=128", f"model.init={init}", "model.zero_out=false")
     up, down = model.blocks[2]["ffn"].up.weight, model.blocks[2]["ffn"].down.weight
@@ -97,9 +100,23 @@ def test_init_spread(init: str):
         assert down.std().item() == pytest.approx(0.02 / math.sqrt(12), rel=0.02)
 
 
-@pytest.mark.parametrize("arch", ["modern", "speedrun", "nanogpt", "llama", "original"])
+STREAM = ["stream=[smear,embed_norm,x0_lambdas,backout]", "model.value_embeddings=[[1,4],[2]]"]
+
+
 @pytest.mark.parametrize(
-    "extra", [[], ["stream=[smear,embed_norm,x0_lambdas,backout]", "model.value_embeddings=[[1,4],[2]]"]]
+    ("arch", "extra"),
+    [
+        ("modern", []),
+        ("speedrun", STREAM),
+        ("nanogpt", STREAM),
+        *(pytest.param(arch, [], marks=pytest.mark.slow) for arch in ("speedrun", "nanogpt")),
+        *(pytest.param("modern", extra, marks=pytest.mark.slow) for extra in [STREAM]),
+        *(
+            pytest.param(arch, extra, marks=pytest.mark.slow)
+            for arch in ("llama", "original")
+            for extra in ([], STREAM)
+        ),
+    ],
 )
 def test_no_position_sees_a_later_token(arch: str, extra: list[str]):
     model = make(f"arch={arch}", "model.zero_out=false", *extra).eval()
@@ -189,7 +206,7 @@ def test_dropped_skips_of_both_kinds():
 
 @pytest.mark.parametrize("kind", ["sigmoid", "scalar", "vector", "input"])
 def test_gates_start_at_the_same_value(kind: str):
-    gate = make("skip=unet", f"skip.gate={kind}").parts["skip"].gate(1, 4)
+    gate = UNet(d_model=32, n_layers=6, pairs=None, drop=[], gate=kind, init=-1.5).gate(1, 4)
     torch.testing.assert_close(gate, torch.full_like(gate, 0.18242552))
 
 
@@ -251,7 +268,7 @@ def test_residual_placements_equal_their_formulas(placement: str, scale: float |
         assert torch.autograd.grad((residual(x, f) * x.roll(1)).sum(), parameter)[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "peri", "out", "none"])
+@pytest.mark.parametrize("placement", ["pre", "post"])
 def test_only_post_norm_has_no_final_norm(placement: str):
     assert isinstance(make(f"residual={placement}").norm, torch.nn.Identity) == (placement == "post")
 

@@ -122,6 +122,7 @@ def peak_agrees(size: str, optim: str, precision: str, checkpointed: bool) -> No
 @pytest.mark.parametrize(
     ("optim", "precision", "checkpointed"), [("muon", "fp32", False), ("adamw", "bf16", True)]
 )
+@pytest.mark.slow
 def test_the_peak_is_what_the_allocator_handed_out(optim, precision, checkpointed):
     peak_agrees("micro", optim, precision, checkpointed)
 

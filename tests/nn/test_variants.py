@@ -231,8 +231,17 @@ def test_what_does_not_fit_is_said_before_the_run(overrides, message):
         validate(build.compose([*TINY, *overrides])[0])
 
 
-@pytest.mark.parametrize("ffn", ["mlp", "swiglu", "multi", "low_rank"])
-@pytest.mark.parametrize("share", ["all", "down"])
+@pytest.mark.parametrize(
+    ("share", "ffn"),
+    [
+        ("all", "swiglu"),
+        ("down", "multi"),
+        ("down", "mlp"),
+        ("all", "low_rank"),
+        *(pytest.param("all", ffn, marks=pytest.mark.slow) for ffn in ("mlp", "multi")),
+        *(pytest.param("down", ffn, marks=pytest.mark.slow) for ffn in ("swiglu", "low_rank")),
+    ],
+)
 def test_layers_share_weights_that_are_stored_once_and_paid_for_in_each(share, ffn):
     """E79."""
     options = [f"ffn={ffn}", "threshold=learned", "ffn.extra=true", "model.zero_out=false"]

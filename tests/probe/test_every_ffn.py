@@ -15,6 +15,7 @@ from ffnlab.probe import Observer
 ROOT = Path(__file__).resolve().parents[2]
 FFNS = sorted(path.stem for path in (ROOT / "configs/ffn").glob("*.yaml"))
 LIKE_ANOTHER = {"bilinear", "geglu", "glu", "reglu", "reglu2", "tied_reglu", "paired_init", "switch"}
+LIKE_ANOTHER |= {"multi", "paired", "low_rank"}  # like moe, dual_path, mlp; in bf16 in test_every_variant.py
 PROBES = sorted(path.stem for path in (ROOT / "configs/probe").glob("*.yaml") if path.stem != "default")
 TINY = ["model.n_layers=2", "model.d_model=16", "model.n_heads=2", "model.seq_len=8", "model.zero_out=false"]
 
@@ -66,6 +67,7 @@ def test_every_probe_on_every_ffn(ffn):
         assert sizes == ({neurons} if neurons else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ffn", "dtype"), [("moe", torch.bfloat16), ("swiglu", torch.float16)])
 def test_every_probe_in_half_precision_and_checkpointed(ffn, dtype):
     _, half, _, _ = observed(f"ffn={ffn}", autocast=partial(torch.autocast, "cpu", dtype), checkpointed=True)

@@ -69,7 +69,13 @@ def note(seen: list, _module, args: tuple) -> None:
     seen.append(args[0])
 
 
-@pytest.mark.parametrize("ffn", FFNS)
+@pytest.mark.parametrize(
+    "ffn",
+    [
+        pytest.param(ffn, marks=[pytest.mark.slow] if ffn in ("paired_init", "multi", "dynamic") else [])
+        for ffn in FFNS
+    ],
+)
 def test_which_vectors_are_a_neurons_own(ffn):
     """down(h) = sum over neurons of h_j d_j, pre_j = u_j . x: with the vectors that the probes take."""
     model = build.model(build.compose([*TINY, f"ffn={ffn}"])[0], 97)

@@ -236,8 +236,15 @@ def look_with(observer, model, **changes):
     return {"look": look, "on_gradients": watcher.on_gradients}, seen
 
 
-@pytest.mark.parametrize("precision", [torch.enable_grad, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "checkpointed"),
+    [
+        (torch.enable_grad, False),
+        (BF16, True),
+        pytest.param(torch.enable_grad, True, marks=pytest.mark.slow),
+        pytest.param(BF16, False, marks=pytest.mark.slow),
+    ],
+)
 def test_training_is_bit_identical(gpt, observer, precision, checkpointed):
     learned = {"threshold": LearnedThreshold(init=-0.5, active_frac=None, scope="neuron")}
 

@@ -11,6 +11,8 @@ from ffnlab.nn.act.gelu import GELU
 from ffnlab.nn.ffn.swiglu import SwiGLU
 from ffnlab.nn.threshold import FixedThreshold, LearnedThreshold, calibrate
 from ffnlab.probe.activity import Activity, count, gini, is_active
+from ffnlab.probe.base import Captured, Site
+from ffnlab.probe.crossings import Crossings
 from ffnlab.probe.gates import Gates
 from ffnlab.probe.preact import Preact
 from ffnlab.probe.threshold import Threshold
@@ -92,6 +94,23 @@ def test_dead_and_always_on_neurons_of_the_scan(gpt, observer, scan):
     assert seen.scalars["probe/activity/L02/gini"] == pytest.approx(differences)
 
 
+def test_a_scan_counted_by_hand():
+    """Two windows of two tokens; neurons active on all tokens, on all but one, on one, on none."""
+    probe = Activity(every=1, eps=0.01, bins=4)
+    act = "blocks.0.ffn.act"
+    probe.watch([act])
+    _, scanner = probe.scanner(torch.nn.Identity())
+    scanner.seq_len = 2
+    rows = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0]]).float()
+    for start in (0, 2):
+        scanner.see(Site(act, "output"), rows[start : start + 2], start)
+    found = scanner.result()
+    names = ("dead_frac", "always_on_frac", "used_seq_frac")
+    assert [found.scalars[f"probe/activity/L00/{name}"] for name in names] == [1 / 4, 1 / 4, 5 / 8]
+    assert found.arrays["L00/activity_scan/active_frac"][0].tolist() == [1, 0.75, 0.25, 0]
+    assert found.histograms["probe/activity/L00/active_frac_hist"][0].tolist() == [1, 1, 0, 2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_counting_by_bits_is_counting(dtype):
     """Signed zeros, the smallest numbers of either sign, more rows than a byte can count."""
@@ -166,6 +185,26 @@ def test_what_lies_at_the_threshold(gpt, observer, batch, threshold):
     assert dims == ("bin",)
     assert hist.dtype == np.int32
     np.testing.assert_array_equal(hist, np.histogram(clipped, np.linspace(-3, 3, 13))[0])
+
+
+def test_at_c_and_beyond_the_histogram_in_bf16():
+    """C = 0.3 is 0.3008 in bf16, as the forward pass subtracts it; a pre-activation at C is not active."""
+    act = LearnedThreshold(init=0.3, active_frac=None, scope="neuron")(torch.nn.ReLU(), 4)
+    block = torch.nn.ModuleDict({"ffn": torch.nn.ModuleDict({"act": act})})
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])})
+    pre = torch.tensor([[0.3008, 9.0, -9.0, 0.25], [0.5, 3.0, -3.0, 0.3]]).bfloat16()
+    active = (act(pre) > 0).float().mean().item()
+    site, places = Site("blocks.0.ffn.act", "input"), torch.arange(2)
+    captured = Captured(tokens=places, rows=places, values={site: pre})
+    probes = preact()["preact"], Crossings(every=1)
+    for probe in probes:
+        probe.watch([site.module])
+    seen, crossed = (probe.read(captured, model) for probe in probes)
+    assert active == 3 / 8
+    names = ("active_frac", "below_frac", "above_frac")
+    assert [seen.scalars[f"probe/preact/L00/{name}"] for name in names] == [active, 1 / 8, 0]
+    assert crossed.scalars["probe/crossings/L00/ever_active_frac"] == active
+    assert seen.arrays["L00/preact/hist"][0].tolist() == [2, 0, 0, 0, 0, 0, 3, 1, 0, 0, 0, 2]
 
 
 def test_normal_preactivations_are_predicted(gpt, observer, scan):

@@ -2,10 +2,27 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from ffnlab import build
+from ffnlab.probe import Observer
 from ffnlab.probe.base import layers
+
+SMALL = [
+    "model.n_layers=4",
+    "model.d_model=32",
+    "model.n_heads=2",
+    "model.seq_len=16",
+    "model.zero_out=false",
+]
+
+
+def make(*overrides: str):
+    """A model and its configuration."""
+    cfg, _ = build.compose([*SMALL, *overrides])
+    return build.model(cfg, 97), cfg
 
 
 def routed(gpt, tokens, layer: int):
@@ -61,6 +78,30 @@ def test_load_and_drops_are_those_of_the_probed_tokens(look, factor):
     assert seen.scalars["moe/L01/dropped_frac"] == pytest.approx(1 - kept / 40)
     assert (seen.scalars["moe/L01/dropped_frac"] > 0) == (factor == "0.5")
     assert seen.arrays["L01/routing/load"][0].tolist() == pytest.approx(share)
+
+
+def test_a_capacity_is_that_of_whole_windows(passed):
+    """Cut off behind the last probed position, a window would give each expert a fourth of its places."""
+    gpt, cfg = make("ffn=switch", "ffn.capacity_factor=0.7")
+    tokens = torch.randint(0, 97, (3, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(3, 16, dtype=torch.bool)
+    mask[:, :4] = True
+    observer = Observer(
+        gpt, build.probes(cfg), build.probe_settings(cfg), steps=1, batch=(tokens, mask), scan=None
+    )
+    seen = observer.observe(0).arrays["L02/activity/active_frac"][0]
+    acts = [f"blocks.2.ffn.experts.{e}.act" for e in range(8)]
+    posts, rows = passed(gpt, tokens, acts), [[] for _ in acts]
+    for expert, own in zip(gpt.get_submodule("blocks.2.ffn.experts").children(), rows, strict=True):
+        expert.register_forward_pre_hook(lambda module, args, own=own: own.extend(args[1].tolist()))
+    with torch.no_grad():
+        gpt(tokens)
+    probed = set(mask.flatten().nonzero().flatten().tolist())
+    for e, act in enumerate(acts):
+        mine = [i for i, row in enumerate(rows[e]) if row in probed]
+        counts = (posts[act][1][mine] > 0).sum(0)
+        width = len(counts)
+        np.testing.assert_allclose(seen[e * width : (e + 1) * width], counts / 12, rtol=1e-6)
 
 
 def test_width_and_the_neurons_beyond_it(look):

@@ -11,7 +11,16 @@ from ffnlab.record.sinks import Sinks
 from ffnlab.record.wandb import WandbSink
 
 folder, server = Path(sys.argv[1]), int(sys.argv[2])
-sink = WandbSink(mode="auto", project="p", entity=None, group=None, tags=[], finish_timeout=1, artifact=False)
+sink = WandbSink(
+    mode="auto",
+    project="p",
+    entity=None,
+    group=None,
+    tags=[],
+    job_type=None,
+    finish_timeout=1,
+    artifact=False,
+)
 print("mode", sink.mode)
 sinks = Sinks([sink])
 warnings.simplefilter("always")

@@ -15,7 +15,7 @@ import torch
 
 from ffnlab.errors import UserError
 from ffnlab.record import checkpoint, files
-from ffnlab.record.checkpoint import CheckpointSettings, load, newest_complete, save, save_weights
+from ffnlab.record.checkpoint import CheckpointSettings, load, newest_complete, resumable, save, save_weights
 from ffnlab.record.tensors import load_weights
 
 
@@ -191,6 +191,11 @@ def total_bytes(root: Path, state) -> int:
     return sum(file.stat().st_size for file in path.iterdir())
 
 
+def points(size: int, n: int) -> list[int]:
+    """n random bytes of a save."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(0))[:n].tolist()
+
+
 def failing(at: int, how: Callable[[], None]) -> Callable:
     """HashedFile.write that writes up to byte `at` of the whole save, then calls `how`."""
     real, done = files.HashedFile.write, 0
@@ -212,7 +217,7 @@ def failing(at: int, how: Callable[[], None]) -> Callable:
 def test_a_disk_that_fills_at_any_byte(tmp_path: Path, state, monkeypatch: pytest.MonkeyPatch):
     size = total_bytes(tmp_path / "measure", state)
     before = save(tmp_path, 1, *state, keep_last=1)
-    for at in range(0, size, size // 25):
+    for at in points(size, 50):
         monkeypatch.setattr(files.HashedFile, "write", failing(at, lambda: None))
         with pytest.raises(UserError, match=r"step-000002: the disk is full: [\d,]+ bytes"):
             save(tmp_path, 2, *state, keep_last=1)
@@ -224,7 +229,7 @@ def test_a_disk_that_fills_at_any_byte(tmp_path: Path, state, monkeypatch: pytes
 def test_a_kill_at_any_byte(tmp_path: Path, state):
     size = total_bytes(tmp_path / "measure", state)
     save(tmp_path, 1, *state, keep_last=1)
-    for at in (*range(0, size, size // 48), size - 1):
+    for at in (*points(size, 50), 0, size - 1):
         child = os.fork()
         if child == 0:
             files.HashedFile.write = failing(at, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -235,6 +240,28 @@ def test_a_kill_at_any_byte(tmp_path: Path, state):
     assert same(load(tmp_path / "checkpoints" / "step-000001")[0], state[0])
     save(tmp_path, 2, *state, keep_last=1)
     assert names(tmp_path) == ["step-000002"]  # and nothing of the killed saves
+
+
+def test_a_kill_while_the_same_step_is_replaced(tmp_path: Path, state, monkeypatch: pytest.MonkeyPatch):
+    """Between the two renames the step has no folder of its name: the old one takes it again."""
+    path = save(tmp_path, 1, *state, keep_last=1)
+    child = os.fork()
+    if child == 0:
+        real = Path.rename
+
+        def rename(source: Path, target: Path) -> Path:
+            moved = real(source, target)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return moved
+
+        monkeypatch.setattr(Path, "rename", rename)
+        save(tmp_path, 1, *state, keep_last=1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert newest_complete(tmp_path) is None
+    assert resumable(tmp_path) == newest_complete(tmp_path) == path
+    save(tmp_path, 2, *state, keep_last=1)
+    assert names(tmp_path) == ["step-000002"]
 
 
 def test_a_kill_at_a_random_moment(tmp_path: Path, state):

@@ -56,6 +56,28 @@ def test_xarray_reads_what_was_added(tmp_path: Path):
     assert zarr.open_group(tmp_path / "n.zarr").metadata.zarr_format == 3
 
 
+def test_an_array_that_was_not_recorded_at_a_step_has_a_row_there(tmp_path: Path):
+    record = NeuronRecord(tmp_path / "n.zarr", 1.0)
+    both, one = np.ones(3, np.float32), np.full(3, 2, np.float32)
+    for name in ("a", "b"):
+        record.add(1, f"L00/x/{name}", both, ("neuron",))
+    record.flush()
+    record.add(2, "L00/x/a", one, ("neuron",))
+    record.flush()
+    group = opened(tmp_path / "n.zarr", "L00/x")
+    assert group.step.values.tolist() == [1, 2]
+    assert np.array_equal(group.a.values, [both, one])
+    assert np.array_equal(group.b.values, [both, np.full(3, np.nan)], equal_nan=True)
+
+
+def test_what_waits_counts_after_a_cut(tmp_path: Path):
+    record = NeuronRecord(tmp_path / "n.zarr", 1.0)
+    for step in (1, 2):
+        record.add(step, "L00/x/a", np.ones(3, np.float32), ("neuron",))
+    record.truncate(1)
+    assert record.bytes == 12
+
+
 def test_nothing_is_made_before_the_first_event(tmp_path: Path):
     record = NeuronRecord(tmp_path / "n.zarr", 1.0)
     record.flush()

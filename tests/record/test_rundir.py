@@ -128,9 +128,9 @@ def test_a_file_and_a_headless_run_are_refused(tmp_path: Path):
     [
         ("a: ${oc.env:HOME}", "holds '\\${'"),
         ("a: [1, '${x}']", "holds '\\${'"),
-        ("a: !!python/object/apply:os.system ['touch evil']", "cannot be read"),
-        ("a: [", "cannot be read"),
-        ("- 1", "does not hold a config"),
+        ("a: !!python/object/apply:os.system ['touch evil']", "not plain YAML"),
+        ("a: [", "not plain YAML, from line 1 on"),
+        ("- 1", "holds no keys"),
     ],
 )
 def test_a_foreign_config_is_data(tmp_path: Path, text: str, words: str, monkeypatch: pytest.MonkeyPatch):

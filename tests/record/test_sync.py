@@ -45,6 +45,8 @@ def test_one_folder_holds_the_whole_record(run: Path, wandb_rows, capsys: pytest
         rows = wandb_rows(folder)
         assert [row["step"] for row in rows if "train/loss" in row] == [0, 1, 2, 3]
     assert f"4 rows offline in {folder}" in capsys.readouterr().out
+    assert call(str(run.parent), "--mode", "offline") == 0  # the folder of a study
+    assert f"{run}: 4 rows offline" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -76,3 +78,17 @@ def test_what_cannot_be_synced_is_said(run: Path, tmp_path: Path):
     (run / "run.json").unlink()
     with pytest.raises(UserError, match=r"no run\.json"):
         call(str(run))
+
+
+def test_a_copy_that_fails_midway_is_not_called_sent(run: Path, monkeypatch, capsys):
+    """T12: the tracker dies while rows are sent."""
+
+    def dying(self: sync.WandbSink, row: dict) -> None:
+        raise ConnectionError("the server is away")
+
+    monkeypatch.setattr(sync.WandbSink, "log", dying)
+    with pytest.warns(UserWarning, match="the server is away"):
+        assert call(str(run), "--mode", "offline") == 1
+    out = capsys.readouterr().out
+    assert "NOT copied whole" in out
+    assert "sent" not in out

@@ -22,6 +22,7 @@ def sink(mode: str = "offline", **options) -> WandbSink:
         "entity": None,
         "group": "g",
         "tags": ["t"],
+        "job_type": "j",
         "finish_timeout": 5.0,
         "artifact": False,
     }
@@ -91,7 +92,8 @@ def test_an_offline_run_read_back(tmp_path: Path, wandb_records, wandb_rows, mon
         )
     tracker.histograms(4, {"probe/active": (np.arange(4), np.array([-np.inf, 0.25, 0.5, 0.75, np.inf]))})
     tracker.image("figures/curve", picture, 4)
-    tracker.finish("done", {"val/loss": float("inf"), "n": np.int64(7)})
+    active = {f"probe/activity/L0{i}/active_frac": 0.25 * i for i in range(3)}
+    tracker.finish("done", {"val/loss": float("inf"), "n": np.int64(7), **active})
 
     (folder,) = (tmp_path / "wandb").glob("offline-run-*-abcd1234")
     rows = wandb_rows(folder)
@@ -105,12 +107,8 @@ def test_an_offline_run_read_back(tmp_path: Path, wandb_records, wandb_rows, mon
     (file,) = folder.glob("*.wandb")
     records = wandb_records(file)
     (start,) = [record.run for record in records if record.HasField("run")]
-    assert (start.project, start.run_group, start.display_name, list(start.tags)) == (
-        "p",
-        "g",
-        "my run",
-        ["t"],
-    )
+    shared = (start.project, start.run_group, list(start.tags), start.job_type)
+    assert (*shared, start.display_name) == ("p", "g", ["t"], "j", "my run")
     assert start.host == ""
     config = {item.key: json.loads(item.value_json) for item in start.config.update}
     assert (config["optim"], config["seed"]) == ({"lr": 0.02}, 3)
@@ -123,6 +121,7 @@ def test_an_offline_run_read_back(tmp_path: Path, wandb_records, wandb_rows, mon
     assert axes["val/loss"].summary.min
     summary = {item.key: item.value_json for record in records for item in record.summary.update if item.key}
     assert (summary["status"], summary["n"], summary["val/loss"]) == ('"done"', "7", "Infinity")
+    assert float(summary["probe/activity/active_frac"]) == 0.25  # the mean over layers
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
     files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
     assert not [path for path in files if b"planted-secret" in path.read_bytes()]
@@ -219,7 +218,8 @@ import sys
 from ffnlab.record import wandb
 from ffnlab.record.sinks import Sinks
 wandb._INIT_S = 1.0
-plain = {"project": "p", "entity": None, "group": None, "tags": [], "finish_timeout": 1, "artifact": False}
+plain = {"project": "p", "entity": None, "group": None, "tags": [], "job_type": None}
+plain |= {"finish_timeout": 1, "artifact": False}
 sink = wandb.WandbSink(mode="auto", **plain)
 sinks = Sinks([sink])
 sinks.start({"id": "abc", "name": "n", "path": sys.argv[1]}, {})
@@ -257,13 +257,14 @@ def _png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
-def test_neurons_go_along_when_asked(tmp_path: Path, wandb_records):
+def test_neurons_go_along_when_asked(tmp_path: Path, wandb_records, wandb_rows):
     (tmp_path / "neurons.zarr").mkdir()
     (tmp_path / "neurons.zarr/zarr.json").write_text("{}")
     tracker = sink(artifact=True)
     tracker.start({"id": "abcd1234", "name": "r", "path": tmp_path}, {})
     tracker.finish("done", {})
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert wandb_rows(file.parent) == []  # waits until W&B has written all
     artifacts = [record.request.log_artifact.artifact for record in wandb_records(file)]
     sent = [a for a in artifacts if a.name] + [r.artifact for r in wandb_records(file) if r.artifact.name]
     assert [(a.name, a.type) for a in sent] == [("neurons-abcd1234", "neurons")]

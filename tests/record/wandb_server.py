@@ -1,4 +1,6 @@
-"""A stand-in for a W&B server on 127.0.0.1, enough for an online run: prints its port, serves a minute."""
+"""A stand-in for a W&B server on 127.0.0.1, enough for an online run and a dashboard: prints its port, then
+the views (workspaces, reports) that it is sent, one JSON object a line; serves a minute.
+"""
 
 import json
 import threading
@@ -43,6 +45,17 @@ class Handler(BaseHTTPRequestHandler):
             }
             bucket |= {"description": None, "sweepName": None, "historyLineCount": 0, "project": project}
             data["upsertBucket"] = {"bucket": bucket, "inserted": True}
+        if "upsertView" in query:
+            given = request["variables"]
+            print(json.dumps({"type": given["type"], "spec": json.loads(given["spec"])}), flush=True)
+            project = {"id": "p1", "name": given["projectName"], "entityName": given["entityName"]}
+            view = {key: given[key] for key in ("name", "displayName", "description", "type", "spec")}
+            data["upsertView"] = {"view": {"id": "v1", "project": project, **view}, "inserted": True}
+        if "models(" in query:
+            data["models"] = {
+                "pageInfo": {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False},
+                "edges": [],
+            }
         if "model(" in query or "bucket(" in query:
             data |= {"model": None, "project": None}
         return self._answer({"data": data})

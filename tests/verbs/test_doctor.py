@@ -47,7 +47,16 @@ def composed(ffn: str) -> tuple[dict, dict, Dataset]:
     return cfg, choices, build.dataset(cfg, cache_dir())
 
 
-@pytest.mark.parametrize(("act", "ffn"), [*zip(ACTS, cycle(FFNS), strict=False)])
+ALIKE = {"bilinear", "geglu", "glu", "reglu", "reglu2", "tied_reglu", "paired_init"}  # as swiglu, paired
+
+
+@pytest.mark.parametrize(
+    ("act", "ffn"),
+    [
+        pytest.param(act, ffn, marks=[pytest.mark.slow] if ffn in ALIKE else [])
+        for act, ffn in zip(ACTS, cycle(FFNS), strict=False)
+    ],
+)
 def test_every_variant_and_activation_is_well_at_its_start(act, ffn):
     """No parameter behind the zero start of output matrices is called dead, no expert, no neuron cut off."""
     cfg, choices, data = composed(ffn)
@@ -177,6 +186,50 @@ def test_a_threshold_below_all_pre_activations():
     assert "threshold" in always.remedy
 
 
+def test_an_expert_without_tokens_is_not_always_on():
+    subject = start("ffn=moe")
+    with torch.no_grad():
+        subject.model.get_parameter("blocks.0.ffn.router.weight").zero_()  # the first two get all
+    findings = examined(subject)
+    assert at(findings, "never-negative neurons", "L00").value < 0.1
+    assert at(findings, "dead neurons", "L00").value >= 6 / 8
+
+
+def test_neurons_that_no_token_keeps_are_not_dead():
+    subject = start("ffn=dynamic")
+    with torch.no_grad():
+        subject.model.get_parameter("blocks.0.ffn.width.controller.weight").zero_()
+        subject.model.get_parameter("blocks.0.ffn.width.controller.bias").fill_(-2.0)  # keeps 12 %
+    assert at([*neurons.check(subject)], "dead neurons", "L00").verdict == "ok"
+
+
+def test_updates_are_those_of_the_full_rate():
+    now, before = {"m.w": torch.tensor(1.1)}, {"m.w": torch.tensor(1.0)}
+    assert trial.relative(now, before, 0.5) == {"m": pytest.approx(0.2)}
+
+
+def test_what_lies_behind_a_zero_start_may_move_little():
+    name = "blocks.0.attn.q"
+    for norms, verdict in ((0.0, "ok"), (1e-3, "look")):
+        shown = trial.Trial(norms=[{f"{name}.weight": norms}, {f"{name}.weight": 1e-3}], updates={name: 1e-7})
+        (found,) = trial.updates(start(), shown)
+        assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(("above", "verdict"), [(1.9, "ok"), (2.1, "look")])
+def test_a_first_loss_far_above_ln_v(above, verdict):
+    subject = start()
+    shown = trial.Trial(losses=[math.log(subject.model.vocab_size) + above])
+    assert trial.loss(subject, shown).verdict == verdict
+
+
+def test_the_stress_is_seen_in_front_of_the_activation_too():
+    subject = start("act=tanh")
+    with torch.no_grad():
+        subject.model.blocks[1]["ffn"].up.weight.mul_(20)
+    assert at([*stress.check(subject)], "stress input, fp32", "L01").value > 100
+
+
 def test_a_layer_that_overflows_in_fp16():
     """up x 20: sd 100 on the stress input, so the largest of 128,000 squares is about (450)^2 > 65504."""
     subject = start()
@@ -213,6 +266,7 @@ def test_landmarks_of_a_range_test():
     assert blown_up == 2.0**29  # the update before the first high loss
     assert lr_range.landmarks(rates, [5.0, 4.0, math.nan])[1] == rates[1]
     assert lr_range.landmarks(rates, curve[:30])[1] == math.inf
+    assert lr_range.landmarks(rates, [math.nan]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("lr", "verdict"), [(0.001, "ok"), (100, "bad")])
@@ -248,10 +302,13 @@ def test_json_has_a_word_for_what_is_no_number():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nowhere"], "nowhere: neither a run directory nor KEY=VALUE"),
+        (
+            ["nowhere"],
+            "expected a run directory, which train.py makes (out=...), or overrides as for it: KEY=VALUE",
+        ),
         (["ffn=swigloo"], "Did you mean 'swiglu'?"),
         (["{run}", "seed=1"], "either one run directory"),
-        (["{run}"], "is not a run directory: it has no config.yaml"),
+        (["{run}"], "holds no run"),
     ],
 )
 def test_wrong_input(words, told, capsys, tmp_path):

@@ -21,6 +21,7 @@ TINY = ["data=counting", "tokenizer.vocab_size=300", "logger=none", "model.n_lay
 TINY += ["model.n_heads=2", "model.seq_len=32", "train.batch_size=8", "train.precision=fp32"]
 STEPS = np.arange(1, 401)
 NOISE = 0.03 * np.random.default_rng(0).standard_normal(400)
+CFG = {"optim": {"lr": 0.01}, "train": {"clip": 1.0, "grad_accum": 1}}
 HEALTHY = 2 + 3.7 * np.exp(-STEPS / 100) + NOISE
 
 
@@ -73,7 +74,7 @@ def test_a_healthy_course_has_no_symptom(checked):
 
 def test_nan_at_a_step(checked):
     loss = HEALTHY.copy()
-    loss[76] = math.nan
+    loss[[76, 90]] = math.nan
     found = checked(loss)["not finite"]
     assert (found.where, found.verdict, found.measured) == ("step 77", "bad", "train/loss is nan")
     assert "optim.lr=0.01 (half of now)" in found.remedy
@@ -98,11 +99,11 @@ def test_a_plateau_begins_where_the_fall_ends(checked):
 
 
 def test_a_plateau_at_a_rate_of_nearly_zero_is_not_judged_by_its_flat_rows():
-    """The last sixth of the run is flat because its rate is 0; before it the loss falls."""
-    loss = np.interp(STEPS, [1, 333], [5.7, 3.0]) + NOISE
-    lr = np.where(STEPS <= 333, 0.01, 0.0)
-    cfg = {"optim": {"lr": 0.01}, "train": {"clip": 1.0}}
-    assert trend.falling(STEPS.astype(float), loss, lr, cfg).verdict == "ok"
+    """At the end of the run, while its rate is 0, the loss creeps up; before that it falls."""
+    loss = np.interp(STEPS, [1, 300, 400], [5.7, 3.0, 3.3]) + NOISE
+    lr = np.where(STEPS <= 300, 0.01, 0.0)
+    assert trend.falling(STEPS.astype(float), loss, lr, CFG).verdict == "ok"
+    assert trend.falling(STEPS.astype(float), loss, np.ones(400), CFG).verdict == "look"
 
 
 def test_a_loss_that_never_falls(checked):
@@ -137,6 +138,24 @@ def test_a_spike(checked):
     loss[[179, 299]] += 1.5
     found = checked(loss)["loss spikes"]
     assert (found.value, found.where, found.verdict) == (2, "step 180", "look")
+
+
+@pytest.mark.parametrize(("sds", "spikes"), [(5, 0), (7, 1)])
+def test_a_spike_is_six_standard_deviations(sds, spikes):
+    """1.4826 times the median absolute deviation is the sd of a normal distribution."""
+    loss = 5 + 0.1 * np.random.default_rng(1).standard_normal(400)
+    loss[200] = 5 + 0.1 * sds
+    assert trend.spikes(STEPS.astype(float), loss, CFG).value == spikes
+
+
+def test_a_falling_line_has_no_noise():
+    """Not at its end either, where the window is cut off."""
+    assert trend.noise(STEPS.astype(float), np.linspace(6, 1, 400), CFG).value < 1e-9
+
+
+def test_the_past_of_a_block_is_without_it():
+    found = trend.gradient(np.arange(1.0, 11), np.repeat([1.0, 50.0], 5), CFG)
+    assert (found.value, began(found)) == (50, 6)
 
 
 @pytest.mark.parametrize(("rate", "verdict", "step"), [(0.05, "bad", 247), (0.015, "look", 354)])
@@ -178,6 +197,7 @@ def test_overfitting(checked):
     rise, gap = found["val loss above lowest"], found["val above train loss"]
     assert (rise.value, rise.where, rise.verdict) == (pytest.approx(0.6), "since step 200", "bad")
     assert (gap.verdict, gap.where) == ("look", "since step 200")  # 3.0 against 2.5
+    assert gap.value == pytest.approx((4.8 - HEALTHY[-9:].mean()) / 4.8, abs=0.01)
 
 
 def test_a_short_course_says_that_it_is_short(checked):

@@ -112,3 +112,7 @@ def test_all_that_is_wrong_with_a_plan_is_said(here: Path):
     assert any("Did you mean 'trials'" in p for p in error.value.problems)
     with pytest.raises(UserError, match="does not hold a search"):
         search("- 1\n")
+    with pytest.raises(UserError, match=r"nosuch\.yaml is not there: `ffnlab hpo --help` shows"):
+        hpo.read_plan(Path("nosuch.yaml"))
+    with pytest.raises(UserError, match=r"^\. cannot be read: Is a directory$"):
+        hpo.read_plan(Path())

@@ -11,10 +11,12 @@ import yaml
 
 from ffnlab import build
 from ffnlab.cache import cache_dir
+from ffnlab.device import choose_device, has_bf16
 from ffnlab.errors import UserError
+from ffnlab.intervene import Activity, acts, changed, collected
 from ffnlab.record.checkpoint import save
 from ffnlab.record.table import read_table, write_table
-from ffnlab.trained import Trained
+from ffnlab.trained import Trained, place
 from ffnlab.verbs import ablate, sparsify
 
 SMALL = (
@@ -58,16 +60,107 @@ def test_a_higher_c_is_a_higher_c(run: Path):
     rows = call(sparsify, run, "--method", "c", "--fracs", "0.1")
     (together,) = (r for r in rows if r["method"] == "c" and r["layer"] == "all")
     trained = Trained(run)
-    pre, _ = sparsify.calibration(trained, {"L00": ["blocks.0.ffn.act"], "L01": ["blocks.1.ffn.act"]})
+    names = ["blocks.0.ffn.act", "blocks.1.ffn.act"]
+    windows, _ = trained.data.probe_tokens(4)
+    with torch.no_grad(), collected(trained.model, names, "input") as pre:
+        trained.model(windows)
     by_hand = copy.deepcopy(trained)
-    for block, name in enumerate(pre):
-        values = pre[name].flatten().sort().values
+    for block, name in enumerate(names):
+        values = torch.cat(pre[name]).flatten().sort().values
         c = values[round(0.9 * len(values)) - 1].item()  # the share 0.1 lies above it
         by_hand.model.blocks[block].ffn.act.threshold.fill_(c)  # type: ignore[union-attr]
     batches = trained.batches(4)
     assert together["loss"] == pytest.approx(by_hand.losses(batches).mean().item(), abs=1e-5)
     assert together["active_frac"] == pytest.approx(0.1, abs=0.03)
     assert together["rise"] == pytest.approx(together["loss"] - rows[0]["loss"], abs=1e-9)
+
+
+def test_a_c_of_each_neuron_rises_by_the_same(tmp_path: Path):
+    """Where every neuron has its own C, what counts is how far a pre-activation lies above it."""
+    run = make_run(tmp_path / "run", "threshold=fixed", "threshold.active_frac=0.5", "threshold.scope=neuron")
+    trained = Trained(run)
+    sites = acts(trained.model)
+    for names in sites.values():
+        trained.model.get_buffer(f"{names[0]}.threshold").copy_(torch.linspace(-1, 1, 128))
+    above, post = sparsify.calibration(trained, sites)
+    for label, names in sites.items():
+        changes = sparsify.cut("c", names, above, post, 0.05, 1.0)
+        windows, _ = trained.data.probe_tokens(4)
+        only = {name: change for name, change in changes.items() if label == "L00"}
+        activity = Activity(trained.model)
+        with torch.no_grad(), changed(trained.model, only, "input"), activity.on():
+            trained.model(windows)
+        if label == "L00":
+            assert activity.fracs()[label] == pytest.approx(0.05, abs=1e-3)
+
+
+def test_what_is_put_in_place_of_an_ffn_is_its_mean(run: Path):
+    layers = ablate.Layers(trained := Trained(run), 256)
+    windows = trained.data.scan_tokens(256)
+    with torch.no_grad(), collected(trained.model, ["blocks.1.ffn"], "output") as seen:
+        trained.model(windows)
+    expected = seen["blocks.1.ffn"][0].mean(0)
+    torch.testing.assert_close(layers.mean_branch["blocks.1.ffn"], expected)
+    change = layers.without_ffn("L01", mean=True)["blocks.1.ffn"]
+    torch.testing.assert_close(change(torch.zeros(2, 3, 32)), expected.expand(2, 3, 32))
+
+
+def test_neurons_of_experts_are_numbered_through(tmp_path: Path):
+    layers = ablate.Layers(Trained(make_run(tmp_path / "run", "ffn=moe")), 64)
+    width = layers.width("L00") // 8
+    changes = layers.without("L00", torch.tensor([3, 2 * width + 1, 2 * width + 5]), mean=False)
+    out = {name.split(".")[4]: change(torch.ones(1, width))[0] for name, change in changes.items()}
+    assert {e: (post == 0).nonzero().flatten().tolist() for e, post in out.items()} == {"0": [3], "2": [1, 5]}
+
+
+def test_least_and_most_active(run: Path):
+    parser = argparse.ArgumentParser()
+    ablate.add_arguments(parser)
+    layers = ablate.Layers(Trained(run), 256)
+    scores = layers.scores("L01")
+    least, most = ablate.ablations(parser.parse_args([str(run), "--least", "9", "--most", "9"]), layers)
+    assert (least.what, most.what) == ("least active 9", "most active 9")
+    for out, expected in ((least, scores.sort().values[:9]), (most, scores.sort().values[-9:])):
+        off = out.changes["blocks.1.ffn.act"](torch.ones(1, 128))[0] == 0
+        assert torch.equal(scores[off].sort().values, expected)
+
+
+def test_the_standard_error_of_a_rise():
+    """sd of 1, 2, 6 is sqrt(7)."""
+    losses, base = torch.tensor([2.0, 4.0, 9.0]).double(), torch.tensor([1.0, 2.0, 3.0]).double()
+    rows = ablate.row(ablate.Out("", "", 0, {}), losses, base), sparsify.row("", "", 1, losses, base, 1)
+    for row in rows:
+        assert (row["loss"], row["rise"], row["rise_se"]) == pytest.approx((5, 3, (7 / 3) ** 0.5))
+
+
+def test_means_of_half_precision_are_those_of_fp32(tmp_path: Path):
+    """A sum in bf16 would be 8 bits long."""
+    trained = Trained(make_run(tmp_path / "run", "act=silu"))
+    activity, name = Activity(trained.model), "blocks.0.ffn.act"
+    act = trained.model.get_submodule(name)
+    pre = torch.randn(999, 128).bfloat16() + 1
+    with activity.on():
+        post = act(pre).double()
+    torch.testing.assert_close(activity.mean(name), post.mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(activity.mean_size(name), post.abs().mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(activity.active_frac(name), (post != 0).double().mean(0))
+
+
+def test_batches_are_of_one_size(run: Path, monkeypatch: pytest.MonkeyPatch):
+    trained = Trained(run)
+    there = (trained.data.n_val - 1) // 32
+    size = next(n for n in (3, 5, 7, 11, 13) if there % n)
+    monkeypatch.setattr("ffnlab.trained.WINDOWS_AT_ONCE", size)
+    for windows, expected in ((1, [1]), (size, [size]), (10**6, [size] * (there // size))):
+        assert [len(x) for x, _ in trained.batches(windows)] == expected
+
+
+def test_a_run_of_another_machine_can_be_asked(tmp_path: Path):
+    cfg = {"train": {"device": "cuda", "precision": "auto"}}
+    device, precision = place(cfg, {"precision": "bf16"})
+    assert device == choose_device("auto")
+    assert precision == ("bf16" if has_bf16(device) else "fp32")
+    assert place({"train": {"device": "cpu", "precision": "fp32"}}, {}) == (torch.device("cpu"), "fp32")
 
 
 def test_shares_that_are_not_below_what_is_active_are_left_out(run: Path):
@@ -95,6 +188,35 @@ def test_the_knee_is_the_last_before_the_first_bad_one():
     assert at is not None
     assert at["active_frac"] == 0.3
     assert sparsify.knee([{"active_frac": 1.0, "rise": float("nan")}], 0.01) is None
+
+
+def test_the_summary_says_where_the_knee_is_and_whether_it_was_found():
+    def rows(*rises: float) -> list[dict]:
+        fracs = (0.5, 0.2, 0.1)
+        return [
+            {"method": "none" if i == 0 else "c", "active_frac": frac, "rise": rise}
+            for i, (frac, rise) in enumerate(zip(fracs, rises, strict=True))
+        ]
+
+    assert sparsify.at_knee(rows(0, 0.005, 0.02), 0.01) == "20.00%"
+    assert sparsify.at_knee(rows(0, 0.005, 0.006), 0.01) == "10.00% (lowest tried)"
+    assert sparsify.at_knee(rows(0, 0.03, 0.006), 0.01) == "50.00% (as it is)"
+    assert sparsify.at_knee(rows(float("nan"), 0, 0), 0.01) == "not finite"
+
+
+def test_a_summary_is_printed_and_all_is_in_the_table(run: Path, capsys: pytest.CaptureFixture[str]):
+    rows = call(sparsify, run)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) < 16
+    assert f"all {len(rows)} measurements, with standard errors: {run / 'sparsify.csv'}" in printed
+    together = {r["kept_frac"]: r["rise"] for r in rows if (r["method"], r["layer"]) == ("top_k", "all")}
+    (line,) = [line for line in printed if line.startswith("top_k all")]
+    assert line.split()[-1] == f"{together[0.01]:+.4f}"  # 0.3 to 0.01, every second
+
+
+def test_what_was_put_in_place_is_on_record(run: Path):
+    for words, instead in (((), "zero"), (("--mean",), "mean")):
+        assert {r["instead"] for r in call(ablate, run, "--layer", "L00", *words)} == {instead}
 
 
 def test_a_neuron_that_is_out_is_a_column_of_down_that_is_zero(run: Path):
@@ -154,6 +276,8 @@ def test_what_cannot_be_asked_is_said_at_once(run: Path, tmp_path: Path):
     smooth = make_run(tmp_path / "run", "act=gelu")
     with pytest.raises(UserError, match="nowhere exactly 0"):
         call(sparsify, smooth, "--method", "c")
+    with pytest.raises(UserError, match="takes up a threshold"):
+        call(sparsify, make_run(tmp_path / "quantile", "act=quantile"), "--method", "c")
     with pytest.raises(UserError) as error:
         call(sparsify, run, "--fracs", "0", "1.5", "--tolerance", "0")
     assert len(error.value.problems) == 3

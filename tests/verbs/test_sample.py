@@ -115,7 +115,7 @@ def test_an_unknown_character_is_named(capsys, make_run):
 
 
 def test_a_folder_that_is_no_run(capsys, tmp_path):
-    with pytest.raises(UserError, match="is not a run directory"):
+    with pytest.raises(UserError, match="missing does not exist"):
         sampled(capsys, tmp_path / "missing", "--prompt", "a")
 
 

@@ -82,7 +82,19 @@ FFNS = sorted(f"ffn={path.stem}" for path in (CONFIGS / "ffn").glob("*.yaml"))
 SHAPES = ["attention=none", "model.order=parallel", "ffn.share=all", "ffn.extra=true"]
 
 
-@pytest.mark.parametrize("choice", [*ARCHS, *FFNS, *SHAPES, "ffn.expansion_by_layer=[1,2,4,8]"])
+ALIKE = {
+    f"ffn={name}" for name in ("bilinear", "geglu", "glu", "reglu", "reglu2", "tied_reglu", "paired_init")
+}
+ALIKE |= {"arch=modern", "arch=original", "ffn=multi", "ffn=paired"}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param(choice, marks=[pytest.mark.slow] if choice in ALIKE else [])
+        for choice in (*ARCHS, *FFNS, *SHAPES, "ffn.expansion_by_layer=[1,2,4,8]")
+    ],
+)
 def test_flops_are_those_that_torch_counts(choice):
     """A forward pass under torch's own counter; only gates (a few numbers a head) are not counted."""
     small = ["logger=none", "model.n_layers=4", "model.d_model=64", "model.seq_len=64", "model.dropout=0"]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ffnlab.analysis.runs import Run
 from ffnlab.errors import UserError, unknown
+from ffnlab.record.runs import no_run, runs_in
 
 # Seeds, and what changes where and how a run is recorded, not what comes out of it: no arm is made of these.
 NOT_THE_ARM = ("seed", "data.seed", "out", "logger", "study", "arm", "plugins", "checkpoint", "probe")
@@ -44,13 +45,10 @@ def find(paths: Sequence[Path]) -> list[Run]:
     runs: dict[Path, Run] = {}
     problems = []
     for path in paths:
-        if (path / "config.yaml").exists():
-            found = [Run(path)]
-        else:
-            children = path.iterdir() if path.is_dir() else ()
-            found = [Run(child) for child in children if (child / "config.yaml").exists()]
-        if not found:
-            problems.append(f"{path}: expected a run directory (with a config.yaml), or a folder of such")
+        folders = [path] if (path / "config.yaml").exists() else runs_in(path)
+        if not folders:
+            problems.append(no_run(path))
+        found = [Run(folder) for folder in folders]
         found.sort(key=lambda run: (str(run.info.get("created")), run.name))
         runs |= {run.path.resolve(): run for run in found}
     if problems:
@@ -58,7 +56,9 @@ def find(paths: Sequence[Path]) -> list[Run]:
     return list(runs.values())
 
 
-def group(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Arm]:
+def group(
+    runs: Sequence[Run], by: Sequence[str] = (), *, hint: str = ", or tell them apart with --by KEY"
+) -> list[Arm]:
     """The arms of runs that are done or diverged, in the order of their first runs.
 
     The arm is what `by` says: choices of groups (ffn) and keys (optim.lr); else the config key `arm`, where
@@ -78,8 +78,8 @@ def group(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Arm]:
         twin = arm.runs.get(seed) or arm.diverged.get(seed)
         if twin is not None:
             problems.append(
-                f"{twin.path} and {run.path} are both arm '{name}' with seed {seed}: leave one out, or tell "
-                f"them apart with --by KEY; they differ in {', '.join(differing([twin, run])) or 'nothing'}"
+                f"{twin.path} and {run.path} are both arm '{name}' with seed {seed}: leave one out{hint}; "
+                f"they differ in {', '.join(differing([twin, run])) or 'nothing'}"
             )
         (arm.diverged if run.info.get("status") == "diverged" else arm.runs)[seed] = run
     if problems:

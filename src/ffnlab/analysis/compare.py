@@ -10,6 +10,7 @@ from ffnlab.analysis.arms import Arm, Seed, find, group
 from ffnlab.analysis.contrasts import Analysis, Question, analyse
 from ffnlab.analysis.costs import Cost, costs
 from ffnlab.analysis.fairness import check_same_task, unfair
+from ffnlab.analysis.health import ailments
 from ffnlab.analysis.runs import Run
 from ffnlab.errors import UserError, unknown
 
@@ -57,7 +58,8 @@ def compare(
     runs = find(paths)
     over = [run for run in runs if run.info.get("status") in ("done", "diverged")]
     if not over:
-        raise UserError(f"no run is done: {', '.join(f'{run.path} ({status(run)})' for run in runs)}")
+        listed = ", ".join(f"{run.path} ({status(run)})" for run in runs)
+        raise UserError(f"no run is done: {listed}; the command of a run with the same out= goes on with it")
     arms = {arm.name: arm for arm in group(over, by)}
     values = last_values(arms, metric)
     is_loss = LOSS.fullmatch(metric) is not None
@@ -78,7 +80,7 @@ def compare(
         analysis=analyse(values, question),
         costs=costs(arms, values, question.baseline, metric if is_loss else None, target),
         unfinished=[run for run in runs if run not in over],
-        warnings=unfair(arms, metric),
+        warnings=unfair(arms, metric) + ailments(arms),
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ffnlab.analysis.compare import Comparison, status
-from ffnlab.analysis.contrasts import FLIPS_FROM
+from ffnlab.analysis.contrasts import FLIPS_FROM, LEAST_SEEDS, counted
 from ffnlab.analysis.tables import Column, Table
 
 UNITS = {"loss": " nats per token", "bits_per_byte": " bits per byte"}
@@ -134,37 +134,52 @@ def wild(comparison: Comparison) -> list[str]:
 def notes(comparison: Comparison) -> list[str]:
     """How to read the tables."""
     question, analysis = comparison.question, comparison.analysis
-    found = analysis.contrasts.values()
+    tested = [contrast for contrast in analysis.contrasts.values() if contrast.method != "none"]
     unit = UNITS.get(comparison.metric.rpartition("/")[2], "")
     lines = [f"baseline: {question.baseline}"]
-    if any(contrast.method == "paired" for contrast in found):
+    if any(contrast.method == "paired" for contrast in tested):
         lines.append(
             f"{comparison.metric} = arm + seed + residual by least squares; sd of the residual "
-            f"{analysis.residual_sd:.2g} ({analysis.residual_df} degrees of freedom); intervals are not "
-            f"adjusted, p is (Holm, {len(found)} contrasts, alpha {question.alpha:g})"
+            f"{analysis.residual_sd:.2g} ({counted(analysis.residual_df, 'degree of freedom')}); intervals "
+            f"are not adjusted, p is (Holm, {counted(len(tested), 'contrast')}, alpha {question.alpha:g})"
         )
     if unpaired := [name for name, c in analysis.contrasts.items() if c.method == "unpaired"]:
         lines.append(
-            f"fewer than 2 seeds in common with the baseline, so unpaired (Welch): {', '.join(unpaired)}"
+            f"fewer than {LEAST_SEEDS} seeds in common with the baseline, so unpaired (Welch): "
+            f"{', '.join(unpaired)}"
         )
-    if single := [name for name, c in analysis.contrasts.items() if c.method == "none"]:
-        lines.append(f"no verdict from one seed: {', '.join(single)}")
-    if floors := sorted({(c.seeds, c.p_flips_smallest) for c in found if c.p_flips_smallest is not None}):
+    lines += no_verdicts(comparison)
+    if floors := sorted({(c.seeds, c.p_flips_smallest) for c in tested if c.p_flips_smallest is not None}):
         smallest = ", ".join(f"{p:.2g} with {n} seeds" for n, p in floors)
         lines.append(f"sign flips of the paired differences: the smallest possible p is {smallest}")
-    elif found:
+    elif tested:
         lines.append(f"no sign-flip test below {FLIPS_FROM} common seeds: its p could not come below 0.05")
-    if question.margin is not None and found:
+    if question.margin is not None and tested:
         lines.append(
             f"equivalent: within {question.margin:g}{unit} of the baseline (two one-sided tests at "
             f"{question.alpha:g}, not adjusted); better or worse 'within margin': different, and by less"
         )
-    if any(contrast.verdict.startswith("undecided") and contrast.seeds_needed for contrast in found):
+    if any(contrast.verdict.startswith("undecided") and contrast.seeds_needed for contrast in tested):
         lines.append(
-            f"seeds needed: to find a difference of {question.margin:g} at {question.alpha:g} / {len(found)} "
-            "(two-sided) with the sd of these runs"
+            f"seeds needed: to find a difference of {question.margin:g} at {question.alpha:g} / "
+            f"{len(analysis.contrasts)} (two-sided) with the sd of these runs"
         )
     return lines + cost_notes(comparison)
+
+
+def no_verdicts(comparison: Comparison) -> list[str]:
+    """Why arms have no verdict, a line for each reason, and what would give one."""
+    reasons: dict[str, list[str]] = {}
+    for name, contrast in comparison.analysis.contrasts.items():
+        if contrast.no_verdict:
+            reasons.setdefault(contrast.no_verdict, []).append(name)
+    lines = [f"no verdict on {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    if not comparison.analysis.contrasts:
+        lines.append(
+            "one arm alone: compare it with the runs of another, `ffnlab compare RUN OTHER ...`, or give the "
+            "folder of a study"
+        )
+    return lines
 
 
 def cost_notes(comparison: Comparison) -> list[str]:

@@ -4,6 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ffnlab.analysis.compare import Comparison
+from ffnlab.analysis.contrasts import counted
 from ffnlab.analysis.style import BLUE, GREY, printable, style
 
 
@@ -50,6 +51,8 @@ def _drawn(comparison: Comparison) -> Figure:
     axes.set_xlim(-0.5, len(names) - 0.5)
     axes.set_ylabel(comparison.metric)
     band = "" if question.margin is None else f"\nband: margin ±{question.margin:g}"
+    lost = sum(comparison.diverged.values())
+    band += f"\nnot shown: {counted(lost, 'run')} that diverged" if lost else ""
     level = f"{100 * (1 - question.alpha):g} % CI"
     axes.set_title(
         "dots: runs, joined by seed\n"

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
+from ffnlab.analysis.health import ailing
 from ffnlab.analysis.runs import Run
 from ffnlab.analysis.style import ordered, printable
 
@@ -24,9 +25,14 @@ def sheet(
     size: tuple[float, float] = (6.4, 3.8),
     **options: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """A picture of `size` inches with rows x columns panels, titled with what it shows and the run's name."""
+    """A picture of `size` inches with rows x columns panels. Its title: what it shows, the run, and, if
+    something is, what is wrong with the run.
+    """
     picture = Figure(figsize=size)
-    picture.suptitle(f"{what}\n{printable(run.name, 90)}")
+    problem = ailing(run)
+    picture.suptitle(
+        "\n".join([what, printable(run.name, 90), *([printable(problem, 90)] if problem else [])])
+    )
     return picture, list(picture.subplots(rows, columns, squeeze=False, **options).flat)
 
 

@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ffnlab.analysis.figures import Drawing, Missing, Options, entries
 from ffnlab.analysis.runs import Run, reading
-from ffnlab.analysis.style import style
-from ffnlab.record.files import disk_error, write_atomic
+from ffnlab.analysis.style import as_file, style
+from ffnlab.record.files import make_folder, write_atomic
 
 FORMATS = ("png", "svg", "pdf", "gif")
 _FRAME_MS, _LAST_MS, _GIF_DPI = 100, 2000, 100
@@ -40,10 +40,7 @@ def write(drawing: Drawing, name: str, folder: Path, kind: str | None = None) ->
     """One figure as a file, its caption in captions.json beside it; the picture is then of no more use."""
     kind = kind or ("gif" if drawing.frames else "png")
     path, captions = folder / f"{name}.{kind}", folder / "captions.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(folder, 0, error) from error
+    make_folder(folder)
     write_atomic(path, render(drawing, name, kind))
     drawing.picture.clear()
     known = {}
@@ -64,11 +61,7 @@ def render(drawing: Drawing, name: str, kind: str, dpi: float | None = None) -> 
     about = {"Title": name, "Subject" if kind == "pdf" else "Description": drawing.caption}
     # What matplotlib would add by itself: its version, the time.
     extra = {"png": ("Software",), "svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Producer")}
-    buffer = io.BytesIO()
-    with style():
-        metadata = about | dict.fromkeys(extra[kind])
-        drawing.picture.savefig(buffer, format=kind, dpi=dpi or "figure", metadata=metadata)
-    return buffer.getvalue()
+    return as_file(drawing.picture, kind, dpi, **about, **dict.fromkeys(extra[kind]))
 
 
 def _gif(drawing: Drawing) -> bytes:

@@ -60,8 +60,11 @@ class Run:
             return []
         import zarr
 
-        members = zarr.open_group(root, mode="r").members(max_depth=None)
-        return sorted({name.rpartition("/")[0] for name, node in members if isinstance(node, zarr.Array)})
+        with reading(self):
+            members = dict(zarr.open_group(root, mode="r").members(max_depth=None))
+        return sorted(
+            {name.rpartition("/")[0] for name, node in members.items() if isinstance(node, zarr.Array)}
+        )
 
     def layers(self, group: str) -> list[str]:
         """The layers that recorded a group: layers('trace') = ['L00', 'L11']."""
@@ -118,10 +121,10 @@ class Run:
 
 @contextmanager
 def reading(run: Run) -> Iterator[None]:
-    """Within it a damaged chunk of the record is what the user can mend, not our bug."""
+    """Within it a damaged file of the record is what the user can mend, not our bug."""
     try:
         yield
-    except RuntimeError as error:  # of zarr's codecs
+    except (RuntimeError, json.JSONDecodeError) as error:  # of zarr's codecs, of its metadata
         raise UserError(
             f"{run.path / 'neurons.zarr'} is damaged ({error}): `ffnlab verify {run.path}` says where"
         ) from error

@@ -1,121 +1,120 @@
-"""What the `figures.py` of a study writes: the comparison of its arms, and its layers at the end."""
+"""The frame of a study's `figures.py`: which runs it reads, and where its results go.
 
-import math
+results/ lies in the repository, so only runs of the study as its yaml has it may write there. Runs that were
+made with other settings (a trial of a few steps, a larger network) are read with --out alone.
+"""
+
+import argparse
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-import numpy as np
+import yaml
+from matplotlib.figure import Figure
 
-from ffnlab.analysis import compared, tables
-from ffnlab.analysis.arms import Seed, find, group
-from ffnlab.analysis.compare import Comparison, compare
-from ffnlab.analysis.dots import paired_dots
+from ffnlab.analysis.arms import NOT_THE_ARM, Seed, find, group
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import style
-from ffnlab.analysis.tables import Column, Table
-from ffnlab.errors import UserError, report
-from ffnlab.record.files import write_atomic
+from ffnlab.analysis.style import as_file
+from ffnlab.errors import UserError, plain_warnings, report
+from ffnlab.record.files import make_folder, write_atomic
 
-LAYER_VALUES = {"active_frac": "probe/activity/{}/active_frac", "c": "probe/threshold/{}/c"}
-
-
-def runs_of(study: Path, outputs: Path = Path("outputs")) -> dict[str, dict[Seed, Run]]:
-    """arm -> seed -> finished run of a study, which is named as its folder."""
-    folder = outputs / study.resolve().name
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not there: python train.py experiment={study.resolve().name}")
-    done = [run for run in find([folder]) if run.info.get("status") == "done"]
-    return {arm.name: dict(arm.runs) for arm in group(done, ())}
+# What a command may say beside `experiment=` without another outcome.
+FREE = (*NOT_THE_ARM, "experiment", "hydra", "train.device")
 
 
-def script(main: Callable[[], object]) -> None:
-    """Run a study's `main`; what a user can mend is one message and exit code 1."""
+@dataclass(frozen=True)
+class Study:
+    """Runs of a study, and the folder of its results."""
+
+    runs: Sequence[Run]
+    results: Path
+
+    @cached_property
+    def arms(self) -> dict[str, dict[Seed, Run]]:
+        """arm -> seed -> finished run; never empty."""
+        done = [run for run in self.runs if run.info.get("status") == "done"]
+        if not done:
+            raise UserError(
+                f"none of {len(self.runs)} runs is done, such as {self.runs[0].path}: let one end"
+            )
+        return {arm.name: dict(arm.runs) for arm in group(done, (), hint="")}
+
+    def save(self, name: str, content: str | bytes) -> None:
+        """Write a file of the results, and say so."""
+        path = self.results / name
+        make_folder(self.results)
+        write_atomic(path, content)
+        print(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+    def draw(self, name: str, picture: Figure, dpi: float) -> None:
+        """Write a figure of the results as PNG, and say so."""
+        self.save(name, as_file(picture, "png", dpi))
+
+
+def script(file: str, about: str | None, main: Callable[[Study], object]) -> None:
+    """Run the `main` of a study's figures.py; what a user can mend is one message and exit code 1."""
+    folder = Path(file).resolve().parent
+    name = f"experiments/{folder.name}/figures.py"
+    parser = argparse.ArgumentParser(prog=name, description=about)
+    runs = Path("outputs") / folder.name
+    parser.add_argument("runs", nargs="?", type=Path, default=runs, help=f"folder of runs (default {runs})")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="instead of results/ of the study; then runs of any settings"
+    )
+    args = parser.parse_args()
+    plain_warnings()
     try:
-        main()
+        main(opened(folder, args.runs, args.out))
     except UserError as error:
-        sys.exit(report(error.problems, Path(sys.argv[0]).name))
+        sys.exit(report(error.problems, name))
 
 
-def conclude(study: Path, baseline: str, outputs: Path = Path("outputs")) -> Comparison:
-    """Write results/{comparison.md, runs.csv, dots.png, layers.csv} of a study; returns the comparison."""
-    runs = runs_of(study, outputs)
-    comparison = compare([outputs / study.resolve().name], baseline=baseline)
-    save(study, "comparison.md", markdown(comparison, runs))
-    save(study, "runs.csv", tables.to_csv(run_table(comparison, runs)))
-    save(study, "layers.csv", tables.to_csv(layer_table(runs)))
-    with style():
-        paired_dots(comparison).savefig(study / "results/dots.png", dpi=110)
-    return comparison
-
-
-def save(study: Path, name: str, text: str) -> None:
-    """Write results/NAME of a study."""
-    results = study / "results"
-    results.mkdir(exist_ok=True)
-    write_atomic(results / name, text)
-
-
-def markdown(comparison: Comparison, runs: dict[str, dict[Seed, Run]]) -> str:
-    """The tables of a comparison, how to read them, and what was run."""
-    parts = [
-        f"**{table.title}**\n\n{tables.markdown(table)}"
-        for table in (compared.effects(comparison), compared.spent(comparison))
-    ]
-    notes = comparison.warnings + compared.left_out(comparison) + compared.notes(comparison)
-    notes.append(ran(run for arm in runs.values() for run in arm.values()))
-    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes)]) + "\n"
-
-
-def ran(runs: Iterable[Run]) -> str:
-    """Commits, machines, precisions and threads of runs, in one sentence."""
-    infos = [run.info for run in runs]
-
-    def values(of: list[object]) -> str:
-        return ", ".join(sorted({str(value) for value in of if value}))
-
-    commits = values([(info.get("git") or {}).get("commit", "")[:10] for info in infos])
-    devices = values([info.get("device", {}).get("name") for info in infos])
-    precisions = values([info.get("precision") for info in infos])
-    threads = values([info.get("threads") for info in infos])
-    return f"{len(infos)} runs; commit {commits}; {devices}; {precisions}; threads {threads}."
-
-
-def run_table(comparison: Comparison, runs: dict[str, dict[Seed, Run]]) -> Table:
-    """One row for each run that has a value."""
-    rows = [
-        {"arm": name, "seed": str(seed), "value": value, "commit": commit(runs[name][seed])}
-        for name, values in comparison.values.items()
-        for seed, value in values.items()
-    ]
-    columns = [Column(key, key) for key in ("arm", "seed", "value", "commit")]
-    return Table(comparison.metric, columns, rows)
-
-
-def commit(run: Run) -> str:
-    return (run.info.get("git") or {}).get("commit", "")[:10]
-
-
-def layer_table(runs: dict[str, dict[Seed, Run]]) -> Table:
-    """Arm x layer: mean and standard deviation over seeds of the last active fraction and C."""
-    rows = []
-    for name, by_seed in runs.items():
-        labels = sorted(
-            {key.split("/")[2] for run in by_seed.values() for key in run.keys("probe/activity/L.+")}
+def opened(folder: Path, runs: Path, out: Path | None) -> Study:
+    """The study of a folder experiments/NAME with the runs in `runs`: those of its own settings, or all of
+    them where the results go elsewhere.
+    """
+    if not runs.exists():
+        raise UserError(
+            f"{runs} does not exist: make its runs with `python train.py experiment={folder.name}`"
         )
-        for label in labels:
-            row: dict[str, object] = {"arm": name, "layer": label, "seeds": len(by_seed)}
-            for key, metric in LAYER_VALUES.items():
-                ends = [last(run, metric.format(label)) for run in by_seed.values()]
-                known = [value for value in ends if value is not None]
-                row[key] = float(np.mean(known)) if known else math.nan
-                row[f"{key}_sd"] = float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
-            rows.append(row)
-    keys = ["arm", "layer", "seeds", *(k for key in LAYER_VALUES for k in (key, f"{key}_sd"))]
-    return Table("layers at the end", [Column(key, key) for key in keys], rows)
+    found, results = find([runs]), folder / "results"
+    if out is not None and out.resolve() != results:
+        return Study(found, out.resolve())
+    arms = arms_of(folder)
+    foreign = {run.path: words for run in found if (words := changed(run, folder.name, arms))}
+    made_with = " ".join(dict.fromkeys(word for words in foreign.values() for word in words))
+    own = [run for run in found if run.path not in foreign]
+    if not own:
+        raise UserError(
+            f"{runs}: none of its {len(found)} runs has the study's own settings, for which "
+            f"experiments/{folder.name}/results/ is (made with {made_with}). Give these another folder: "
+            f"python experiments/{folder.name}/figures.py {runs} --out DIR"
+        )
+    if foreign:
+        print(
+            f"left out {len(foreign)} runs with other settings than the study's: {made_with}", file=sys.stderr
+        )
+    return Study(own, results)
 
 
-def last(run: Run, metric: str) -> float | None:
-    """The last value of a metric, None where it was not recorded."""
-    _, values = run.series(metric)
-    return float(values[-1]) if len(values) else None
+def arms_of(folder: Path) -> dict[str, list[str]]:
+    """The arms of a study and what each overrides, as configs/experiment/NAME.yaml has them."""
+    file = folder.parents[1] / f"configs/experiment/{folder.name}.yaml"
+    sweeper = yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["sweeper"]
+    return {str(arm): list(overrides) for arm, overrides in sweeper["arms"].items()}
+
+
+def changed(run: Run, study: str, arms: Mapping[str, Sequence[str]]) -> list[str]:
+    """What the command of a run says beside the study and its arm, and that changes what comes out."""
+    command, own = (
+        [str(word) for word in run.info.get("command", [])],
+        arms.get(str(run.config.get("arm")), ()),
+    )
+    if not command:
+        return []
+    said = [word for word in command[1:] if re.match(r"[+~]*[A-Za-z_][\w./@]*=", word) and word not in own]
+    other = [word for word in said if not re.match(rf"[+~]*({'|'.join(map(re.escape, FREE))})[./=]", word)]
+    return other if f"experiment={study}" in command else [f"no experiment={study}", *other]

@@ -1,18 +1,21 @@
 """How figures look: one style file, colours that everybody can tell apart, text that the font can show."""
 
+import io
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.style
 import numpy as np
+from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
 STYLE = Path(__file__).with_name("ffnlab.mplstyle")
 
 # Okabe and Ito's colours, told apart with every kind of colour vision.
-BLACK, BLUE, RED, GREEN, PURPLE, ORANGE, SKY = (
+BLACK, BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = (
     "#000000",
     "#0072B2",
     "#D55E00",
@@ -29,6 +32,14 @@ def style() -> AbstractContextManager[None]:
     return matplotlib.style.context(["default", STYLE])
 
 
+def as_file(picture: Figure, kind: str, dpi: float | None = None, **metadata: Any) -> bytes:
+    """A picture as the bytes of a file, in the style of all figures; `dpi`: other than that of the style."""
+    buffer = io.BytesIO()
+    with style():
+        picture.savefig(buffer, format=kind, dpi=dpi or "figure", metadata=metadata or None)
+    return buffer.getvalue()
+
+
 def ordered(n: int) -> list[tuple[float, ...]]:
     """`n` colours from dark to light, also in grey; the palest of viridis are left out."""
     return [tuple(rgba) for rgba in matplotlib.colormaps["viridis"](np.linspace(0, 0.85, n))]
@@ -37,6 +48,11 @@ def ordered(n: int) -> list[tuple[float, ...]]:
 def visible(text: str) -> str:
     r"""Text with what cannot be seen, or has no glyph, written as in Python: '\n', '\u5b57'."""
     return "".join(c if c.isprintable() and ord(c) in _glyphs() else _escaped(c) for c in text)
+
+
+def seen(text: str) -> str:
+    r"""Text with what cannot be seen written as in Python: '\n', '\x00'; for pages, which have all glyphs."""
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 
 def literal(text: str) -> str:

@@ -28,6 +28,12 @@ NAMES = {
     **FFN,
 }
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "arcee": "ArceeForCausalLM"}
+# What transformers takes a key to be that config.json leaves out, where the kinds differ.
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_act": "silu", "rms_norm_eps": 1e-6},
+    "mistral": {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
+    "arcee": {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+}
 SAYS: parts.Says = {
     "attention.position": ["rope"],
     "attention.n_kv_heads": None,
@@ -39,13 +45,13 @@ SAYS: parts.Says = {
 
 def read(config: Mapping[str, Any]) -> Reading:
     """config.json as overrides; UserError with all that is unsupported."""
-    c = Description(config)
     kind = config["model_type"]
+    c = Description({**LEFT_OUT[kind], **config})
     d_model, n_heads, seq_len = (
         c.whole(key) for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")
     )
-    act = acts.HF[c.one_of("hidden_act", list(acts.HF), "relu2" if kind == "arcee" else "silu")]
-    eps = c.positive("rms_norm_eps", c.get("rms_norm_eps", 1e-6))
+    act = acts.HF[c.one_of("hidden_act", list(acts.HF), "silu")]
+    eps = c.positive("rms_norm_eps", c.get("rms_norm_eps", None))
     window = c.whole("sliding_window") if kind == "mistral" and c.get("sliding_window", None) else None
     c.only("head_dim", c.get("head_dim", d_model // n_heads), d_model // n_heads)
     overrides = [

@@ -88,7 +88,9 @@ class Observer:
         self.cost = {"forward": 0.0} | dict.fromkeys(probes, 0.0)
         device = next(model.parameters()).device
         self.places = batch[1].nonzero()  # (N, 2): window and position of every probed token
-        tokens, mask = crop(*batch)
+        # How many choices an expert takes depends on the length of the window: such windows stay whole.
+        whole = any(getattr(module, "capacity_factor", None) for module in model.modules())
+        tokens, mask = batch if whole else crop(*batch)
         self.tokens, self.rows = tokens.to(device), mask.flatten().nonzero().squeeze(1).to(device)
         self.scan_tokens = None if scan is None or not settings.scan_tokens else scan.to(device)
 
@@ -105,9 +107,9 @@ class Observer:
         """What the probes that are due see on the probe batch after update `step`."""
         return self._observe(self._due(step))
 
-    def scan(self, step: int) -> Observation:
-        """What the probes see on the scan after update `step`."""
-        return self._scan(self.scan_tokens, self.probes)
+    def scan(self, step: int, check: Callable[[], None] = lambda: None) -> Observation:
+        """What the probes see on the scan after update `step`; `check`, before every part, may raise."""
+        return self._scan(self.scan_tokens, self.probes, check)
 
     def on_gradients(self, step: int) -> None:
         """Shows the gradients of update `step` to the probes that are due and want them."""
@@ -196,7 +198,12 @@ class Observer:
                     result.add(probe.read(captured, self.model))
         return result
 
-    def _scan(self, tokens: Int[Tensor, "S T"] | None, probes: dict[str, Probe]) -> Observation:
+    def _scan(
+        self,
+        tokens: Int[Tensor, "S T"] | None,
+        probes: dict[str, Probe],
+        check: Callable[[], None] = lambda: None,
+    ) -> Observation:
         result = Observation()
         scanners: dict[str, Scanner] = {}
         seers: dict[Site, list[str]] = {}
@@ -209,9 +216,9 @@ class Observer:
         if tokens is None or not scanners:
             return result
         windows = max(1, SCAN_CHUNK_TOKENS // tokens.shape[1])
-
         with self._clock("forward"), aside(self.model, self.autocast):
             for first in range(0, len(tokens), windows):
+                check()
                 start = first * tokens.shape[1]
 
                 def see(site: Site, rows: Float[Tensor, "N F"], start: int = start) -> None:

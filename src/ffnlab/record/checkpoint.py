@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ffnlab.errors import UserError
 from ffnlab.record.files import HashedFile, disk_error, free_bytes, full_disk, sync_folder
-from ffnlab.record.tensors import load_weights, pack
+from ffnlab.record.tensors import load_weights, nbytes, pack
 
 _STEP = re.compile(r"step-(\d{6,})")
 _FILES = {"model.safetensors", "trainer.pt"}
@@ -57,7 +57,7 @@ def save(root: Path, step: int, model: dict[str, Tensor], trainer: dict, keep_la
     folder = root / "checkpoints"
     target = folder / f"step-{step:06d}"
     _refuse_nonfinite(model, target)
-    size = _bytes(model) + _bytes(trainer)
+    size = nbytes(model) + nbytes(trainer)
     if free_bytes(folder) < size:
         raise full_disk(target, size)
     owner = _owner(root)
@@ -90,7 +90,7 @@ def save_weights(root: Path, step: int, model: dict[str, Tensor]) -> Path:
     """Write checkpoints/weights-000500.safetensors: weights that no rotation deletes."""
     path = root / "checkpoints" / f"weights-{step:06d}.safetensors"
     temporary = path.with_name(f".{path.name}.tmp")
-    size = _bytes(model)
+    size = nbytes(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(temporary, pack(model, step))
@@ -103,6 +103,26 @@ def save_weights(root: Path, step: int, model: dict[str, Tensor]) -> Path:
     return path
 
 
+def resumable(root: Path) -> Path | None:
+    """The checkpoint from which the run of this directory goes on: the newest complete one, None where none
+    was saved yet. Raises UserError where there are some and all are broken.
+
+    One that a save of the same step had moved aside when it was killed takes its name again: so this is only
+    for the run itself.
+    """
+    folder = root / "checkpoints"
+    for old in folder.glob(".step-*.old"):
+        if not (target := old.with_name(old.name.removeprefix(".").removesuffix(".old"))).exists():
+            old.rename(target)
+    found = newest_complete(root)
+    if found is None and (steps := _steps(folder)):
+        raise UserError(
+            f"{folder}: none of the {len(steps)} checkpoints is complete, so this run cannot go on. "
+            "Put a copy back, or move the folder away to begin again at step 0"
+        )
+    return found
+
+
 def newest_complete(root: Path) -> Path | None:
     """The newest checkpoint of the run directory `root` whose hashes hold; each broken one above it is warned
     of once.
@@ -113,7 +133,7 @@ def newest_complete(root: Path) -> Path | None:
             return path
         if path.resolve() not in _warned:
             _warned.add(path.resolve())
-            warnings.warn(f"{path} is broken ({problem}); the checkpoint before it is used.", stacklevel=2)
+            warnings.warn(f"{path} is broken ({problem}) and not used.", stacklevel=2)
     return None
 
 
@@ -186,24 +206,6 @@ def _refuse_nonfinite(model: dict[str, Tensor], target: Path) -> None:
         raise FloatingPointError(
             f"{target} is not written: NaN or inf in {', '.join(bad[:3])} ({len(bad)} tensors)"
         )
-
-
-def _bytes(state: Any) -> int:
-    """Bytes of all tensors in a nest of dicts and lists, shared ones once."""
-    tensors: dict[int, int] = {}
-
-    def walk(node: Any) -> None:
-        if isinstance(node, Tensor):
-            tensors[node.data_ptr()] = node.nbytes
-        elif isinstance(node, dict):
-            for item in node.values():
-                walk(item)
-        elif isinstance(node, list | tuple):
-            for item in node:
-                walk(item)
-
-    walk(state)
-    return sum(tensors.values())
 
 
 def _steps(folder: Path) -> list[Path]:

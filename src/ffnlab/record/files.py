@@ -5,14 +5,14 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ffnlab.errors import UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
@@ -33,7 +33,16 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     except OSError as error:
         raise disk_error(path, len(raw), error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a read-only disk, which would hide the message
+            temporary.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it. UserError when the disk refuses, or something else has the name."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(folder, 0, error) from error
 
 
 @contextmanager
@@ -80,7 +89,9 @@ def disk_error(path: Path, size: int, error: OSError) -> UserError:
     if error.errno in _FULL:
         return full_disk(path, size)
     if error.errno in _REFUSED:
-        return UserError(f"{path}: cannot be written ({error.strerror}). Choose another folder with out=...")
+        return UserError(
+            f"{path}: cannot be written ({error.strerror}). Choose another place (out=..., --out)."
+        )
     return UserError(f"{path}: writing {size:,} bytes failed ({error.strerror or error}).")
 
 

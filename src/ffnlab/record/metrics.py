@@ -97,7 +97,8 @@ class Metrics:
             except ValueError:
                 row = None
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise UserError(f"{self.path}: line {number} is not a metrics row: {line[:60]!r}")
+                got = f"{self.path}: line {number} is not a metrics row: {line[:60]!r}"
+                raise UserError(f"{got}: remove the lines from there on")
             rows.append((line, row))
         return rows
 

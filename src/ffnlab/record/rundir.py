@@ -16,10 +16,14 @@ from ffnlab.errors import UserError
 from ffnlab.record.files import disk_error, write_atomic
 from ffnlab.record.lock import Lock
 from ffnlab.record.metrics import Metrics, plain
+from ffnlab.record.runs import no_run
 
 __all__ = ["Metrics", "RunDir", "differences", "load_config", "new_name", "read_info", "write_atomic"]
 
 STATUSES = ("running", "done", "diverged", "interrupted", "failed")
+_RESTORE = (
+    "restore it from a copy (train.py wrote it, and no tool changes it), or train anew with another out=..."
+)
 _OVER = ("done", "diverged")  # divergence is a result: the same config would diverge again
 
 
@@ -48,16 +52,22 @@ def load_config(run: Path) -> dict:
     path = run / "config.yaml"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{run} is not a run directory: it has no config.yaml.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(no_run(run)) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text: {_RESTORE}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", from line {mark.line + 1} on" if mark else ""
+        raise UserError(f"{path} is not plain YAML{where}: {_RESTORE}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): it must be readable to you") from None
     if not isinstance(config, dict):
-        raise UserError(f"{path} does not hold a config.")
+        raise UserError(f"{path} holds no keys (expected seed, model, train, ...): {_RESTORE}")
     for key, value in _leaves(config):
         if "${" in key or "${" in str(value):
             raise UserError(
-                f"{path}: {key} holds '${{': the config of a run is resolved, so this is not ours."
+                f"{path}: {key} holds '${{', which train.py never writes into the config of a run: {_RESTORE}"
             )
     return config
 
@@ -174,7 +184,8 @@ def read_info(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path / 'run.json'} cannot be read: {error}") from None
+        file, again = path / "run.json", "the command of the run with the same out= writes it anew"
+        raise UserError(f"{file} cannot be read ({error}): remove it, and {again}") from None
     return info if isinstance(info, dict) else {}
 
 

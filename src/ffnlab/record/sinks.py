@@ -64,11 +64,12 @@ class Sinks(list[Sink]):
         """A PNG file; see Sink.image."""
         self._each("image", name, path, step)
 
-    def finish(self, status: str, summary: dict[str, Any]) -> None:
-        """End all sinks; see Sink.finish. Later calls do nothing."""
-        for worker in getattr(self, "_workers", []):
+    def finish(self, status: str, summary: dict[str, Any]) -> bool:
+        """End all sinks; see Sink.finish. Whether all of them took every call. Later calls do nothing."""
+        workers, self._workers = getattr(self, "_workers", []), []
+        for worker in workers:
             worker.call("finish", worker.sink.finish_s, status, summary)
-        self._workers = []
+        return all(worker.works for worker in workers)
 
     def _each(self, method: str, *arguments: Any) -> None:
         for worker in getattr(self, "_workers", []):
@@ -94,6 +95,11 @@ class _Worker:
         self._state = "works"  # works | failed (raised) | gone (never came back)
         self._jobs: queue.SimpleQueue[tuple[Callable, tuple, queue.SimpleQueue]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=f"sink {type(sink).__name__}", daemon=True).start()
+
+    @property
+    def works(self) -> bool:
+        """Whether every call so far came back without an error."""
+        return self._state == "works"
 
     def call(self, method: str, patience_s: float, *arguments: Any) -> None:
         if self._state == "gone" or (self._state == "failed" and method != "finish"):

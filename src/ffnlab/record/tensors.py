@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -44,3 +45,21 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         return tensors | {name: tensors[stored] for name, stored in aliases.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, safetensors.SafetensorError) as error:
         raise UserError(f"{path} is not a file of weights: {error}") from None
+
+
+def nbytes(state: Any) -> int:
+    """Bytes of all tensors in a nest of dicts and lists, shared ones once."""
+    tensors: dict[int, int] = {}
+
+    def walk(node: Any) -> None:
+        if isinstance(node, Tensor):
+            tensors[node.data_ptr()] = node.nbytes
+        elif isinstance(node, dict):
+            for item in node.values():
+                walk(item)
+        elif isinstance(node, list | tuple):
+            for item in node:
+                walk(item)
+
+    walk(state)
+    return sum(tensors.values())

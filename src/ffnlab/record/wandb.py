@@ -3,6 +3,7 @@
 import configparser
 import netrc
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ _MODES = ("auto", "online", "offline", "disabled")
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 _INIT_S = 20.0
 _MAX_BINS = 512  # of wandb.Histogram
+ACTIVE = "probe/activity/active_frac"  # in W&B's summary alone: the mean over layers, for scatter plots
 
 
 class WandbSink(Sink):
@@ -32,6 +34,7 @@ class WandbSink(Sink):
     Offline, W&B writes a second folder, and syncing that would erase the first on the server; so the rows up
     to the resume are logged again, and the newest folder alone holds the whole run.
 
+    Runs of a study share `group`, `tags` and `job_type`.
     `artifact`: at the end of a run that is done, neurons.zarr goes along as an artifact.
     `finish_timeout`: seconds to wait for the server at the end. Raises UserError for an unknown mode, and for
     mode=online without a key.
@@ -45,6 +48,7 @@ class WandbSink(Sink):
         entity: str | None,
         group: str | None,
         tags: list[str],
+        job_type: str | None,
         finish_timeout: float,
         artifact: bool,
     ):
@@ -67,6 +71,7 @@ class WandbSink(Sink):
         self.finish_s = finish_timeout + 15
         self._run: Any = None
         self._options = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
+        self._options["job_type"] = job_type
         self._finish_timeout = finish_timeout
         self._artifact = artifact
 
@@ -122,7 +127,7 @@ class WandbSink(Sink):
     def finish(self, status: str, summary: dict[str, Any]) -> None:
         """Send the final numbers; a run that is not done shows as failed."""
         if self._run:
-            self._run.summary.update({"status": status, **summary})
+            self._run.summary.update({"status": status, **summary, **mean_active(summary)})
             if self._artifact and status == "done" and self._record.exists():
                 self._send_record()
             self._run.finish(exit_code=0 if status == "done" else 1)
@@ -188,6 +193,12 @@ def logged_in() -> bool:
     server = os.environ.get("WANDB_BASE_URL") or _server_in_settings()
     hosts = (urlsplit(server).netloc,) if server else _HOSTS
     return any(machines.get(host, ("", "", ""))[2] for host in hosts)
+
+
+def mean_active(summary: dict[str, Any]) -> dict[str, float]:
+    """The last active fractions of all layers as one number; nothing where none was recorded."""
+    parts = [v for k, v in summary.items() if re.fullmatch(r"probe/activity/L\d+\w*/active_frac", k)]
+    return {ACTIVE: sum(parts) / len(parts)} if parts else {}
 
 
 def bins(counts: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

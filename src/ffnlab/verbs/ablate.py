@@ -27,7 +27,7 @@ from ffnlab.record.table import write_table
 from ffnlab.trained import Trained
 from ffnlab.verbs import show
 
-COLUMNS = ("what", "layer", "neurons", "loss", "rise", "rise_se")
+COLUMNS = ("what", "layer", "neurons", "loss", "rise", "rise_se", "instead")
 SHARES = (0.01, 0.1)
 SCAN_BATCH = 8  # windows
 
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         with changed(trained.model, out.changes, "output"):
             rows.append(row(out, trained.losses(batches), base))
     file = args.run / "ablate.csv"
-    write_table(file, COLUMNS, rows)
+    instead = "mean" if args.mean else "zero"
+    write_table(file, COLUMNS, [{**each, "instead": instead} for each in rows])
     how = "its mean" if args.mean else "0"
     show(
         f"validation loss without some neurons ({how} in place)",
@@ -222,7 +223,7 @@ def row(out: Out, losses: Tensor, base: Tensor) -> dict[str, Any]:
     rise = losses - base
     se = rise.std().item() / math.sqrt(len(rise)) if len(rise) > 1 else math.nan
     values = (out.what, out.layer, out.neurons, losses.mean().item(), rise.mean().item(), se)
-    return dict(zip(COLUMNS, values, strict=True))
+    return dict(zip(COLUMNS[:-1], values, strict=True))
 
 
 def cells(r: dict[str, Any]) -> tuple[str, ...]:

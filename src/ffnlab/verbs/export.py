@@ -24,8 +24,8 @@ from ffnlab.errors import UserError
 from ffnlab.formats import nanogpt, transformer_lens
 from ffnlab.formats.families import family_out
 from ffnlab.record.files import whole_folder, write_atomic
-from ffnlab.record.rundir import load_config, read_info
-from ffnlab.trained import newest_weights
+from ffnlab.record.rundir import read_info
+from ffnlab.trained import newest_weights, whole_config
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def opened(path: Path) -> Trained:
     """The configuration and the weights of a run: the rows of padding cut off, a tied head left out."""
-    cfg = load_config(path)
+    cfg = whole_config(path)
     vocab_size = read_info(path).get("vocab_size")
     if not isinstance(vocab_size, int):
         raise UserError(f"{path / 'run.json'} does not say the size of the vocabulary (vocab_size)")

@@ -1,7 +1,7 @@
 """Draw the validation loss of a run against its active fraction: fewer neurons, by a higher C, top-k or eps.
 
 Three ways to leave out neurons of a trained model, each set so that a given share of the (token, neuron)
-pairs of a layer stays (set on the probe batch, measured on other validation windows):
+pairs of a layer stays (set on the windows of the probe batch, measured on --windows validation windows):
   c      act(pre - C - d): the threshold rises by d, which also lowers what stays (ReLU family only)
   eps    post-activations with |post| <= eps become 0; the others stay as they are
   top_k  of each token the k post-activations of the largest |post| stay
@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 
 from ffnlab.errors import UserError
-from ffnlab.intervene import Activity, Change, acts, changed, collected
+from ffnlab.intervene import Activity, Change, acts, changed, collected, drop_small, keep_largest, lower
 from ffnlab.probe.activity import has_exact_zeros
+from ffnlab.probe.base import thresholds
+from ffnlab.record.rundir import read_info
 from ffnlab.record.table import write_table
 from ffnlab.trained import Trained
 from ffnlab.verbs import show
 
 FRACS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
 METHODS = ("c", "eps", "top_k")
+SHOWN = 5  # shares in the summary
 COLUMNS = ("method", "layer", "kept_frac", "active_frac", "loss", "rise", "rise_se")
 
 
@@ -57,11 +60,18 @@ def run(args: argparse.Namespace) -> int:
     if not sites:
         raise UserError(f"{args.run} has no FFN: there is nothing to make sparser")
     methods = allowed(trained, [name for found in sites.values() for name in found], args.method)
-    rows = sweep(trained, sites, methods, sorted(args.fracs, reverse=True), trained.batches(args.windows))
+    batches = trained.batches(args.windows)
+    rows = sweep(trained, sites, methods, sorted(args.fracs, reverse=True), batches)
     file = args.run / "sparsify.csv"
     write_table(file, COLUMNS, rows)
+    base = next(r for r in rows if (r["method"], r["layer"]) == ("none", "all"))
+    print(f"unchanged: {base['loss']:.4f} nats per token with {base['active_frac']:.2%} of the pairs active")
+    val = read_info(args.run).get("final", {}).get("val/loss")
+    of_training = f" (val/loss of training, on its own choice of windows: {val:.4f})" if val else ""
+    print(f"on {sum(len(x) for x, _ in batches)} windows of the validation split{of_training}\n")
     present(rows, args.tolerance)
-    print(f"\n{file}\nits figure: ffnlab figures {args.run} sparsify")
+    print(f"\nall {len(rows)} measurements, with standard errors: {file}")
+    print(f"its figure: ffnlab figures {args.run} sparsify")
     return 0
 
 
@@ -77,14 +87,16 @@ def check(args: argparse.Namespace) -> None:
 
 
 def allowed(trained: Trained, names: list[str], wanted: Sequence[str] | None) -> list[str]:
-    """The ways that can be gone; `c` needs an activation that is exactly 0 below the threshold."""
-    zeros = all(has_exact_zeros(trained.model.get_submodule(name)) for name in names)
-    if wanted and "c" in wanted and not zeros:
+    """The ways that can be gone; `c` needs an activation that feels C and is exactly 0 below it."""
+    found = [trained.model.get_submodule(name) for name in names]
+    zeros = all(has_exact_zeros(act) for act in found)
+    feels = not any(getattr(inner, "shift_invariant", False) for act in found for inner in act.modules())
+    if wanted and "c" in wanted and not (zeros and feels):
+        why = "takes up a threshold that all neurons share" if zeros else "is nowhere exactly 0"
         raise UserError(
-            "--method c: this run's activation is nowhere exactly 0, so a higher threshold switches nothing "
-            "off; use eps or top_k"
+            f"--method c: this run's activation {why}, so a higher one switches nothing off; use eps or top_k"
         )
-    return list(wanted or (METHODS if zeros else METHODS[1:]))
+    return list(wanted or (METHODS if zeros and feels else METHODS[1:]))
 
 
 Row = dict[str, Any]
@@ -98,7 +110,7 @@ def sweep(
     batches: list[tuple[Tensor, Tensor]],
 ) -> list[Row]:
     """One row for each (method, layers, share) that is below what is active anyway."""
-    pre, post = calibration(trained, sites)
+    above, post = calibration(trained, sites)
     base, dense = measure(trained, batches, {}, "output")
     rows = [
         row("none", label, 1.0, base, base, frac) for label, frac in {**dense, "all": mean(dense)}.items()
@@ -110,7 +122,7 @@ def sweep(
             for frac in fracs:
                 changes: dict[str, Change] = {}
                 for label in labels:
-                    changes |= cut(method, sites[label], pre, post, frac, dense[label])
+                    changes |= cut(method, sites[label], above, post, frac, dense[label])
                 if not changes:
                     continue
                 side = "input" if method == "c" else "output"
@@ -121,7 +133,9 @@ def sweep(
 
 
 def calibration(trained: Trained, sites: dict[str, list[str]]) -> tuple[dict[str, Tensor], ...]:
-    """Pre- and post-activations of all modules on the windows of the probe batch."""
+    """By module, on the windows of the probe batch: how far each pre-activation lies above C (-inf where the
+    neuron is not active), and the post-activations.
+    """
     names = [name for found in sites.values() for name in found]
     windows, _ = trained.data.probe_tokens(1 if trained.data.n_val < 5 * trained.model.seq_len else 4)
     seen = []
@@ -129,13 +143,18 @@ def calibration(trained: Trained, sites: dict[str, list[str]]) -> tuple[dict[str
         with torch.no_grad(), collected(trained.model, names, side) as values, trained.precision():
             trained.model(windows.to(trained.device))
         seen.append({name: torch.cat(parts).float() for name, parts in values.items() if parts})
-    return tuple(seen)
+    pre, post = seen
+    above = {}
+    for name, values in pre.items():
+        c = thresholds(trained.model, [name])
+        above[name] = torch.where(post[name] != 0, values - (c[0] if c else 0), -torch.inf)
+    return above, post
 
 
 def cut(
     method: str,
     names: list[str],
-    pre: dict[str, Tensor],
+    above: dict[str, Tensor],
     post: dict[str, Tensor],
     frac: float,
     active: float,
@@ -149,10 +168,7 @@ def cut(
     if method == "eps":
         size = quantile(torch.cat([post[name].abs().flatten() for name in met]), 1 - frac)
         return {name: partial(drop_small, eps=size) for name in names}
-    # C rises from where it is, the smallest active pre-activation, to where the share `frac` lies above it.
-    before = torch.cat([pre[name].flatten() for name in met])
-    lit = torch.cat([post[name].flatten() for name in met]) != 0
-    rise = quantile(before, 1 - frac) - before[lit].min().item()
+    rise = max(0.0, quantile(torch.cat([above[name].flatten() for name in met]), 1 - frac))
     return {name: partial(lower, by=rise) for name in names}
 
 
@@ -160,21 +176,6 @@ def quantile(values: Tensor, share: float) -> float:
     """The value that the given share of `values` does not exceed."""
     rank = min(max(math.ceil(share * values.numel()), 1), values.numel())
     return values.kthvalue(rank).values.item()
-
-
-def keep_largest(post: Tensor, frac: float) -> Tensor:
-    """`post` with all but each token's round(frac * F) largest values by size set to 0."""
-    k = max(1, round(frac * post.shape[-1]))
-    kept = post.abs().topk(k, dim=-1).indices
-    return torch.zeros_like(post).scatter(-1, kept, post.gather(-1, kept))
-
-
-def drop_small(post: Tensor, eps: float) -> Tensor:
-    return torch.where(post.abs() > eps, post, 0)
-
-
-def lower(pre: Tensor, by: float) -> Tensor:
-    return pre - by
 
 
 def measure(
@@ -212,22 +213,28 @@ def knee(rows: Sequence[Row], tolerance: float) -> Row | None:
 
 
 def present(rows: list[Row], tolerance: float) -> None:
-    """One line for each measurement, and the knees below."""
-    cells = [
-        (
-            f"{r['method']} {r['layer']}",
-            f"{r['active_frac']:.2%}",
-            f"{r['loss']:.4f}",
-            f"{r['rise']:+.4f}",
-            f"{r['rise_se']:.4f}",
-        )
-        for r in rows
-    ]
-    heads = ("method, layers", "active", "loss (nats)", "rise", "s.e.")
-    show("validation loss against active fraction", heads, cells)
-    print()
+    """A line for each way and its layers: where the knee is, and the rise at a few shares."""
+    fracs = sorted({r["kept_frac"] for r in rows if r["method"] != "none"}, reverse=True)
+    shown = fracs[:: max(1, -(-len(fracs) // SHOWN))]
+    cells = []
     for method, layer in dict.fromkeys((r["method"], r["layer"]) for r in rows if r["method"] != "none"):
-        own = [r for r in rows if (r["method"], r["layer"]) in ((method, layer), ("none", layer))]
-        at = knee(own, tolerance)
-        if at is not None:
-            print(f"{method} {layer}: {at['active_frac']:.2%} active within {tolerance:g} nats")
+        own = [r for r in rows if (r["method"], r["layer"]) == (method, layer)]
+        dense = [r for r in rows if (r["method"], r["layer"]) == ("none", layer)]
+        rise = {r["kept_frac"]: f"{r['rise']:+.4f}" for r in own}
+        cells.append(
+            (f"{method} {layer}", at_knee(dense + own, tolerance), *(rise.get(frac, "-") for frac in shown))
+        )
+    heads = ("method, layers", f"active at {tolerance:g} nats", *(f"rise at {frac:.3g}" for frac in shown))
+    show(
+        "rise of the validation loss (nats) by the share of (token, neuron) pairs that is kept", heads, cells
+    )
+
+
+def at_knee(rows: Sequence[Row], tolerance: float) -> str:
+    """The knee on paper: its active fraction, and whether it is where the trials began or ended."""
+    found = knee(rows, tolerance)
+    if found is None:
+        return "not finite"
+    lowest = found is min(rows, key=lambda r: r["active_frac"])
+    where = "as it is" if found["method"] == "none" else "lowest tried" if lowest else ""
+    return f"{found['active_frac']:.2%}{f' ({where})' if where else ''}"

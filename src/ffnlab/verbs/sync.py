@@ -20,7 +20,7 @@ from ffnlab.record.wandb import WandbSink
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories or study folders")
     parser.add_argument(
         "--mode", default="auto", choices=("auto", "online", "offline"), help="auto: online when logged in"
     )
@@ -29,18 +29,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    plans = [(path, load_config(path), read_info(path)) for path in args.runs]
+    runs = [run for path in args.runs for run in inside(path)]
+    plans = [(path, load_config(path), read_info(path)) for path in runs]
     if unfit := [path for path, _, info in plans if not {"id", "name"} <= info.keys()]:
-        raise UserError(*(f"{path} has no run.json that names it: it cannot be synced" for path in unfit))
+        raise UserError(
+            *(
+                f"{path} has no run.json that names it, so it cannot be synced: its command writes one"
+                for path in unfit
+            )
+        )
     if busy := [path for path, _, info in plans if info.get("status") == "running"]:
         raise UserError(*(f"{path} is running: sync it when it is over" for path in busy))
-    for path, cfg, info in plans:
-        copy(path, cfg, info, args)
-    return 0
+    whole = [copy(path, cfg, info, args) for path, cfg, info in plans]
+    return 0 if all(whole) else 1
 
 
-def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.Namespace) -> None:
-    """One run; the sessions' own offline folders go when the new one is whole."""
+def inside(path: Path) -> list[Path]:
+    """A run directory itself, or the runs in a study folder, by name."""
+    if (path / "config.yaml").exists():
+        return [path]
+    return sorted(file.parent for file in path.glob("*/config.yaml")) or [path]  # which is then refused
+
+
+def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.Namespace) -> bool:
+    """One run, and whether it went through; the offline folders of sessions go when the new one is whole."""
     sink = tracker(cfg, args)
     before = set((path / "wandb").glob("offline-run-*"))
     copies = Sinks([sink])
@@ -53,13 +65,16 @@ def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.N
     for picture in sorted((path / "figures").glob("*.png")):
         copies.image(picture.stem, picture, int(last.get("step", 0)))
     final = {k: v for k, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
-    copies.finish(str(info.get("status", "done")), final)
+    if not copies.finish(str(info.get("status", "done")), final):
+        print(f"{path}: NOT copied whole, for the reason above; the same command begins again")
+        return False
     made = set((path / "wandb").glob("offline-run-*")) - before
     if sink.mode == "offline" and made:
         for folder in before:
             shutil.rmtree(folder)
     where = f"offline in {next(iter(made))}" if made else "sent"
     print(f"{path}: {len(rows)} rows {where}")
+    return True
 
 
 def tracker(cfg: dict[str, Any], args: argparse.Namespace) -> WandbSink:
@@ -70,4 +85,4 @@ def tracker(cfg: dict[str, Any], args: argparse.Namespace) -> WandbSink:
         node.pop("_target_")
     node |= {"mode": args.mode, "group": node.get("group") or cfg.get("study")}
     node |= {key: value for key in ("project", "entity") if (value := getattr(args, key)) is not None}
-    return WandbSink(**{"artifact": False, **node})
+    return WandbSink(**{"artifact": False, "job_type": "train", **node})  # runs of before had neither

@@ -14,6 +14,7 @@ from ffnlab.errors import UserError
 from ffnlab.record.checkpoint import broken
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.rundir import STATUSES, load_config, read_info
+from ffnlab.record.runs import no_run
 
 AGAIN = "the command of the run with the same out= goes on from the newest complete checkpoint"
 
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     worst = 0
+    if missing := [path for path in args.runs if not path.is_dir()]:
+        raise UserError(*map(no_run, missing))
     for path in args.runs:
         found = list(findings(path))
         print(f"{path}: {f'{len(found)} found' if found else 'whole'}")
@@ -38,12 +41,12 @@ def findings(path: Path) -> Iterator[str]:
     try:
         config = load_config(path)
     except UserError as error:
-        yield f"{error} Nothing else can be checked; restore it from a copy, or train anew"
+        yield f"{error}; nothing else can be checked"
         return
     try:
         info = read_info(path)
     except UserError as error:
-        yield f"{error}: remove it, and {AGAIN}"
+        yield str(error)
         info = {}
     yield from wrong_facts(info)
     yield from wrong_checkpoints(path, info)
@@ -51,7 +54,7 @@ def findings(path: Path) -> Iterator[str]:
         metrics = Metrics(path / "metrics.jsonl")
         rows = metrics.read()
     except UserError as error:
-        yield f"{error}: remove the lines from there on, and {AGAIN}"
+        yield f"{error}, and {AGAIN}"
         return
     yield from wrong_metrics(metrics.path, rows, config, info)
     yield from wrong_neurons(path / "neurons.zarr", rows)

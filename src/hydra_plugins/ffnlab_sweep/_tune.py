@@ -35,18 +35,22 @@ class Tune:
             raise UserError(*(f"hydra.sweeper.tune.{line}" for line in problems))
         return cls(key, [f"{key}={'null' if value is None else value}" for value in values], list(seeds))
 
-    def check(self, jobs: Sequence[Job]) -> None:
-        """Raises UserError where jobs give the key themselves, or run on the seeds of the trials."""
+    def check(self, jobs: Sequence[Job], seeds: Mapping[str, set[int]]) -> None:
+        """Raises UserError where jobs give the key themselves, or share a seed with the trials. `seeds`: the
+        values that `seed` and `data.seed` take in the jobs, wherever they are set.
+        """
         keys = {text.partition("=")[0].lstrip("+~") for job in jobs for text in job.overrides}
         problems = []
         if self.key in keys:
             problems.append(f"{self.key} is tuned (hydra.sweeper.tune) and given as well: leave one out")
-        used = {text.partition("=")[2] for job in jobs for text in job.overrides if text.startswith("seed=")}
-        if both := sorted(used & set(map(str, self.seeds))):
-            problems.append(
-                f"hydra.sweeper.tune: seed {', '.join(both)} is also a seed of the study: a value chosen on "
-                "the runs that it is judged by looks better than it is"
-            )
+        left = set(self.seeds)
+        for name, used in seeds.items():
+            both, left = sorted(used & left), left - used  # data.seed follows seed where it is not given
+            if both:
+                problems.append(
+                    f"hydra.sweeper.tune.seeds: {', '.join(map(str, both))} is also a {name} of the study: a "
+                    "value chosen on the runs that it is judged by looks better than it is"
+                )
         if problems:
             raise UserError(*problems)
 
@@ -81,7 +85,7 @@ class Tune:
 
 def arm_of(job: Job) -> tuple[str, ...]:
     """The overrides of a job without its seeds: jobs that share them are one arm."""
-    return tuple(text for text in job.overrides if text.partition("=")[0] not in SEEDS)
+    return tuple(text for text in job.overrides if text.partition("=")[0].lstrip("+") not in SEEDS)
 
 
 def mean_loss(trials: Sequence[Job]) -> float | None:

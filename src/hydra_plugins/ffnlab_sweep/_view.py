@@ -77,14 +77,24 @@ def final_loss(out: Path) -> float | None:
 
 
 class View:
-    """The running sweep: one line when a job starts or ends, and below them, in a terminal, what runs now."""
+    """The running sweep: one line when a job starts or ends, and below them, in a terminal, what runs now,
+    how many jobs are over, when the rest will be, and the best loss so far.
 
-    def __init__(self, total: int):
-        self.console, self.total = console(), total
+    `earlier` are jobs of the same sweep that were finished before it was started.
+    """
+
+    def __init__(self, total: int, earlier: Sequence[Path] = ()):
+        self.console, self.total = console(), total + len(earlier)
         self.live = Live(console=self.console, refresh_per_second=2) if self.console.is_terminal else None
-        self.ended_count = self.failed_count = self.started_count = 0
-        self.start, self.steps = time.monotonic(), {}
+        self.started_count = self.ended_count = len(earlier)
+        self.failed_count = 0
+        self.start, self.steps = time.monotonic(), dict[Path, int]()
+        self.done = dict[
+            Path, tuple[float, float]
+        ]()  # the part of a job that was done when first seen, and now
         self.best: tuple[float, str] | None = None
+        for out in earlier:
+            self._judge(out)
 
     def __enter__(self) -> "View":
         if self.live:
@@ -109,11 +119,9 @@ class View:
         """A job is over; of a failed one the end of its log is shown."""
         self.ended_count += 1
         if problem is None:
-            word, loss = status(out) or "done", final_loss(out)
-            if loss is not None:
-                self.best = min(self.best or (loss, out.name), (loss, out.name))
-            end = f"val/loss {number(loss)}  {clock(seconds)}"
-            self.say(f"[{self.ended_count}/{self.total}] {word} {out.name}  {end}")
+            self.done[out] = (self.done.get(out, (0.0, 0.0))[0], 1.0)
+            end = f"val/loss {number(self._judge(out))}  {clock(seconds)}"
+            self.say(f"[{self.ended_count}/{self.total}] {status(out) or 'done'} {out.name}  {end}")
             return
         self.failed_count += 1
         word = "stop  " if problem == "interrupted" else "FAILED"
@@ -126,13 +134,18 @@ class View:
         if not self.live:
             return
         lines = [self._line(out, seconds) for out, seconds in running]
-        done = f"{self.ended_count}/{self.total} jobs"
         bad = f" · {self.failed_count} failed" if self.failed_count else ""
-        left, each = self.total - self.ended_count, (time.monotonic() - self.start) / max(1, self.ended_count)
-        eta = clock(left * each) if self.ended_count else "-"
         best = f" · best val/loss {self.best[0]:.4f} ({self.best[1]})" if self.best else ""
-        text = "\n".join([*lines, f"{done}{bad} · ETA {eta}{best}"])
-        self.live.update(Text(text, no_wrap=True, overflow="ellipsis"))
+        eta = clock(self._left([out for out, _ in running]))
+        last = f"{self.ended_count}/{self.total} jobs{bad} · ETA {eta}{best}"
+        self.live.update(Text("\n".join([*lines, last]), no_wrap=True, overflow="ellipsis"))
+
+    def _judge(self, out: Path) -> float | None:
+        """The loss of a finished job, which may be the best."""
+        loss = final_loss(out)
+        if loss is not None and math.isfinite(loss):
+            self.best = min(self.best or (loss, out.name), (loss, out.name))
+        return loss
 
     def _line(self, out: Path, seconds: float) -> str:
         row = last_row(out)
@@ -141,9 +154,18 @@ class View:
                 self.steps[out] = yaml.safe_load((out / "config.yaml").read_text())["train"]["steps"]
             except (OSError, KeyError, TypeError, yaml.YAMLError):
                 return f"  {out.name}  starting  {clock(seconds)}"
-        loss = row.get("train/loss", row.get("val/loss"))
-        step = f"step {row.get('step', 0)}/{self.steps[out]}"
-        return f"  {out.name}  {step}  loss {number(loss)}  {clock(seconds)}"
+        step = row.get("step", 0)
+        part = step / max(1, self.steps[out])
+        self.done[out] = (self.done.get(out, (part, 0.0))[0], part)
+        loss = number(row.get("train/loss", row.get("val/loss")))
+        return f"  {out.name}  step {step}/{self.steps[out]}  loss {loss}  {clock(seconds)}"
+
+    def _left(self, running: Sequence[Path]) -> float | None:
+        """Seconds until all jobs are over, at the rate at which steps were done; None before there is one."""
+        work = sum(now - first for first, now in self.done.values())
+        waiting = self.total - self.ended_count - len(running)
+        left = waiting + sum(1 - self.done.get(out, (0.0, 0.0))[1] for out in running)
+        return left * (time.monotonic() - self.start) / work if work > 0 else None
 
 
 def table(jobs: Sequence[Job], notes: Mapping[Path, str], fresh: set[Path]) -> int:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +11,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
 from hydra.errors import HydraException
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from ffnlab.errors import UserError, report
-from hydra_plugins.ffnlab_sweep import _jobs, _view
+from hydra_plugins.ffnlab_sweep import _jobs, _start, _view
 from hydra_plugins.ffnlab_sweep._jobs import Job
-from hydra_plugins.ffnlab_sweep._tune import FOLDER, Tune, arm_of
+from hydra_plugins.ffnlab_sweep._others import JobProcess, OtherLauncher
+from hydra_plugins.ffnlab_sweep._tune import FOLDER, SEEDS, Tune, arm_of
+from hydra_plugins.ffnlab_sweep.process import ProcessLauncher
 
 
 @dataclass
@@ -66,8 +69,14 @@ class ArmsSweeper(Sweeper):
         """Hydra's hook: called once, before `sweep`."""
         self.hydra_context, self.config, self.loader = hydra_context, config, hydra_context.config_loader
         self.master, self.name = config, str(config.hydra.job.config_name)
-        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
+        with read_write(config.hydra.sweep):
+            config.hydra.sweep.dir = str(_view.OUTPUTS)  # for what other launchers write of their own
+        task = JobProcess(_start.script(), _start.arguments(config))
+        launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task, config=config
+        )
+        self.runner: ProcessLauncher | OtherLauncher = (
+            launcher if isinstance(launcher, ProcessLauncher) else OtherLauncher(launcher, config)
         )
 
     def sweep(self, arguments: list[str]) -> None:
@@ -82,7 +91,7 @@ class ArmsSweeper(Sweeper):
 
     def _tune(self, tune: Tune, jobs: list[Job]) -> None:
         """Run the trials of every arm; its jobs get the best value, or a problem where there is none."""
-        tune.check(jobs)
+        tune.check(jobs, self._seeds(jobs))
         arms = {arm_of(job): tune.trials(job) for job in jobs}
         trials = [job for values in arms.values() for same in values.values() for job in same]
         self._refuse_wrong_choices(trials)
@@ -93,6 +102,16 @@ class ArmsSweeper(Sweeper):
         self._carry_out(trials, FOLDER)
         said = dict.fromkeys(f"{job.label or 'all'}: {tune.settle(job, arms[arm_of(job)])}" for job in jobs)
         _view.console().print("\n".join(said), markup=False)
+
+    def _seeds(self, jobs: list[Job]) -> dict[str, set[int]]:
+        """The values of both seeds in all jobs: their own, their arm's, an experiment's or the default."""
+        used: dict[str, set[int]] = {name: set() for name in SEEDS}
+        for job in jobs:
+            with suppress(HydraException, OmegaConfBaseException):  # said when the job is planned
+                cfg = self._compose(job.overrides)
+                for name in SEEDS:
+                    used[name].add(OmegaConf.select(cfg, name))
+        return used
 
     def _carry_out(self, jobs: list[Job], folder: str = "") -> int:
         """Plan the jobs, launch those not done, print the table; the number of those that failed. Leaves
@@ -109,14 +128,15 @@ class ArmsSweeper(Sweeper):
                 print(report(job.problems, f"skipped {' '.join(job.overrides)}"), file=sys.stderr)
         invalid = [job for job in jobs if job.problems]
         jobs = [*{job.out: job for job in jobs if not job.problems}.values(), *invalid]
+        self.runner.earlier = [job.out for job in jobs if not job.problems and _view.finished(job.out)]
         ready = [job for job in jobs if not job.problems and not _view.finished(job.out)]
-        returns = self.launcher.launch([job.overrides for job in ready], 0) if ready else []
+        returns = self.runner.launch([job.overrides for job in ready], 0) if ready else []
         outcomes = zip(ready, returns, strict=True)
         notes = {
             job.out: str(ret._return_value) for job, ret in outcomes if ret.status != JobStatus.COMPLETED
         }
         failed = _view.table(jobs, notes, fresh={job.out for job in ready})
-        if stopped := getattr(self.launcher, "stopped", None):
+        if stopped := getattr(self.runner, "stopped", None):
             sys.exit(128 + stopped)
         return failed
 

@@ -1,10 +1,8 @@
 """Launcher `process`: every job is `python train.py ...` in its own process, so that none hurts another."""
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -13,19 +11,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from ffnlab.errors import UserError
+from hydra_plugins.ffnlab_sweep import _start
 from hydra_plugins.ffnlab_sweep._view import View
 
-COMPLETED = (0, 3)  # exit codes of train.py: done, diverged
-SWEEP_ONLY = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
-JOB_ENV = {"PYTHONUNBUFFERED": "1", "HYDRA_FULL_ERROR": "1"}  # logs are live, and hold the traceback of a bug
 POLL_S = 0.1
 
 
@@ -53,10 +48,10 @@ class Child:
     deadline: float | None = None  # when it is killed
     reason: str | None = None  # why it was stopped
 
-    @property
-    def log(self) -> Path:
-        """What the job printed lies beside its folder, as the folder may not come to exist."""
-        return self.out.with_name(f"{self.out.name}.log")
+    def problem(self) -> str | None:
+        """Of a job that is over: why it did not come to an end, None when it did."""
+        problem = _start.verdict(self.process.returncode)
+        return problem and (self.reason or problem)
 
     def send(self, signum: int) -> None:
         """A signal to the job and whatever it started."""
@@ -75,6 +70,7 @@ class ProcessLauncher(Launcher):
         self.parallel, self.timeout_s, self.grace_s = parallel, timeout_s, grace_s
         self.stopped: int | None = None
         self.children: list[Child] = []
+        self.earlier: list[Path] = []  # finished before, for the view
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's hook: called once, before `launch`."""
@@ -87,9 +83,9 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run all jobs; one JobReturn each, FAILED with the reason where a job did not come to an end."""
-        returns = [ended("not started") for _ in job_overrides]
+        returns = [_start.ended("not started") for _ in job_overrides]
         queue = list(enumerate(job_overrides))
-        with Signals(self._stop), View(len(queue)) as view:
+        with Signals(self._stop), View(len(queue), self.earlier) as view:
             try:
                 while self.children or (queue and self.stopped is None):
                     while queue and len(self.children) < self.parallel and self.stopped is None:
@@ -97,9 +93,11 @@ class ProcessLauncher(Launcher):
                         view.started(self.children[-1].out)
                     for child in [c for c in self.children if self._over(c)]:
                         self.children.remove(child)
-                        problem = verdict(child)
-                        returns[child.index] = ended(problem)
-                        view.ended(child.out, time.monotonic() - child.start, problem, child.log)
+                        problem = child.problem()
+                        returns[child.index] = _start.ended(problem)
+                        view.ended(
+                            child.out, time.monotonic() - child.start, problem, _start.log_of(child.out)
+                        )
                     view.tick([(c.out, time.monotonic() - c.start) for c in self.children])
                     time.sleep(POLL_S)
             finally:  # an error of ours must not leave jobs behind
@@ -108,42 +106,10 @@ class ProcessLauncher(Launcher):
         return returns
 
     def _start(self, index: int, overrides: Sequence[str]) -> Child:
-        out = Path(next(o for o in reversed(overrides) if o.startswith("out=")).split("=", 1)[1].strip("'"))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            script(),
-            *self._hydra_arguments(),
-            *overrides,
-            *self._threads(overrides, out),
-        ]
-        with out.with_name(f"{out.name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*command, "hydra.mode=RUN"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **JOB_ENV, "FFNLAB_JOB": str(index)},
-                start_new_session=True,  # a Ctrl-C reaches the sweep alone, which passes it on
-                preexec_fn=die_with_parent if sys.platform == "linux" else None,
-            )
-        return Child(index, out, process)
-
-    def _hydra_arguments(self) -> list[str]:
-        flags = {"main": "--config-path", "command-line": "--config-dir"}
-        sources = [s for s in self.config.hydra.runtime.config_sources if s.provider in flags]
-        folders = [word for s in sources for word in (flags[s.provider], s.path)]
-        kept = [o for o in self.config.hydra.overrides.hydra if not o.lstrip("+~").startswith(SWEEP_ONLY)]
-        return [*folders, "--config-name", str(self.config.hydra.job.config_name), *kept]
-
-    def _threads(self, overrides: Sequence[str], out: Path) -> list[str]:
-        """The job's share of the cores; a resumed run keeps its number, as its results depend on it."""
-        if any(o.startswith("train.threads=") for o in overrides):
-            return []
-        with suppress(OSError, KeyError, TypeError, yaml.YAMLError):
-            return [f"train.threads={yaml.safe_load((out / 'config.yaml').read_text())['train']['threads']}"]
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return [f"train.threads={max(1, cores // self.parallel)}"]
+        threads = _start.threads(overrides, _start.cores() // self.parallel)
+        words = [*_start.arguments(self.config), *overrides, *threads]
+        out = _start.folder(overrides)
+        return Child(index, out, _start.start(_start.script(), words, out, index))
 
     def _over(self, child: Child) -> bool:
         if child.process.poll() is not None:
@@ -183,36 +149,3 @@ class Signals(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         for signum, handler in self.before.items():
             signal.signal(signum, handler)
-
-
-def verdict(child: Child) -> str | None:
-    """Why a job that is over did not come to an end; None when it did."""
-    code = child.process.returncode
-    if code in COMPLETED:
-        return None
-    if child.reason is not None:
-        return child.reason
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}" + (
-            " (out of memory?)" if code == -signal.SIGKILL else ""
-        )
-    return f"exit code {code}"
-
-
-def ended(problem: str | None) -> JobReturn:
-    """What Hydra calls a job that is over; of a failed one it says why."""
-    if problem is None:
-        return JobReturn(status=JobStatus.COMPLETED)
-    ret = JobReturn(status=JobStatus.FAILED)
-    ret.return_value = RuntimeError(problem)
-    return ret
-
-
-def script() -> str:
-    """The path of the script that was started: train.py."""
-    return os.path.abspath(str(sys.modules["__main__"].__file__))
-
-
-def die_with_parent() -> None:
-    """In the child: SIGTERM when the sweep itself is killed, so that no job trains on unseen (Linux)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -67,6 +67,12 @@ class Entry(NamedTuple):
 
 
 _entries: dict[str, Entry] = {}
+# The modules of this folder as one reads a report: how it went, what neurons did, what holds for any run.
+# Others come before the last two.
+ORDER = (
+    *("training", "activity", "scalars", "preacts", "traces", "weights", "tokens", "interventions"),
+    *("directions", "geometry"),
+)
 
 
 def figure(shows: str) -> Callable[[Draw], Draw]:
@@ -85,7 +91,14 @@ def figure(shows: str) -> Callable[[Draw], Draw]:
 
 
 def entries() -> dict[str, Entry]:
-    """All figures by name; imports the modules of this folder on first use."""
+    """All figures by name, in reading order; imports the modules of this folder on first use."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    return dict(sorted(_entries.items()))
+
+    def place(entry: Entry) -> float:
+        module = entry.draw.__module__.rpartition(".")[2]
+        return ORDER.index(module) if module in ORDER else len(ORDER) - 2.5
+
+    return dict(
+        sorted(_entries.items(), key=lambda item: place(item[1]))
+    )  # within a module as they stand there

@@ -10,7 +10,7 @@ from ffnlab.analysis.figures.geometry import ZONE, configured
 from ffnlab.analysis.geometry import of_run
 from ffnlab.analysis.panels import sheet
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import BLUE, RED
+from ffnlab.analysis.style import BLUE, VERMILION
 
 PAIRS = 10_000
 
@@ -57,7 +57,7 @@ def equator(run: Run, options: Options) -> Drawing:
         axes.stairs(100 * np.diff(below), edges, fill=True, color=BLUE)
         sd = math.degrees(math.asin(geometry.dot_sd(d)))
         for side in (-sd, sd):
-            axes.axvline(side, color=RED, linewidth=1.2, linestyle="--")
+            axes.axvline(side, color=VERMILION, linewidth=1.2, linestyle="--")
         near = 100 * (1 - geometry.share_beyond(math.radians(ZONE), d))
         mine = " (this run)" if d == own else ""
         axes.set_title(f"D = {d}{mine}\n{near:.6g} % within {ZONE}°\nsd {s:.3g} at {sd:.3g}°", loc="left")

@@ -12,7 +12,7 @@ from ffnlab.analysis.figures import Drawing, Missing, Options, figure
 from ffnlab.analysis.geometry import of_run
 from ffnlab.analysis.panels import sheet
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import BLACK, BLUE, GREEN, GREY, RED
+from ffnlab.analysis.style import BLACK, BLUE, GREEN, GREY, VERMILION
 from ffnlab.errors import UserError
 
 ZONE = 10  # degrees from the boundary within which nearly all inputs lie at the start (E7)
@@ -49,7 +49,7 @@ def sphere(run: Run, options: Options) -> Drawing:
     gate = " The neuron is the gate; its up projection would scale each push." if of_run.gated(run) else ""
     caption = (
         f"{INPUTS} inputs, spread evenly over the sphere in D dimensions and divided by sqrt(D) after "
-        f"RMSNorm, seen along the neuron's input direction (red): their height is the cosine with it. "
+        f"RMSNorm, seen along the neuron's input direction (orange): their height is the cosine with it. "
         f"Filled: above the threshold (black line) at the height C/(s sqrt(D)); dotted: the equator, where "
         f"C = 0 would lie. Thin arrows: the neuron pushes each input along its output direction (blue) in "
         f"proportion to {own.name}(pre-activation - C), on one scale within a panel, a smaller one in the "
@@ -83,9 +83,9 @@ def draw_sphere(axes: Axes, own: of_run.Neuron, d: int, push: float) -> None:
     axes.quiver(x[moved], z[moved], along[:, 0], along[:, 1], color=BLUE, alpha=0.55, width=0.004, **arrows)
     filled = np.where(radius * z > own.c, BLUE, "white")
     axes.scatter(x, z, s=14, facecolors=filled, edgecolors=BLUE, linewidths=0.8, zorder=3)
-    axes.quiver(0, 0, 0, 1, color=RED, width=0.012, zorder=4, **arrows)
+    axes.quiver(0, 0, 0, 1, color=VERMILION, width=0.012, zorder=4, **arrows)
     axes.quiver(0, 0, 0.6 * OUT[0], 0.6 * OUT[1], color=BLUE, width=0.012, zorder=4, **arrows)
-    axes.text(-0.06, 0.4, "in", color=RED, ha="right")
+    axes.text(-0.06, 0.4, "in", color=VERMILION, ha="right")
     axes.text(0.62 * OUT[0], 0.62 * OUT[1], "out", color=BLUE, va="center")
     axes.set(xlim=(-1.42, 1.72), ylim=(-1.35, 1.4), aspect="equal", xlabel="at right angles to it (1)")
 
@@ -111,6 +111,7 @@ def activation_vs_angle(run: Run, options: Options) -> Drawing:
         f"{100 * (1 - geometry.share_beyond(math.radians(ZONE), d)):.6g} % for D = {d}"
         for d in dict.fromkeys((own.d, 768))
     ]
+    between = " The neurons of this run lie between both limits." if of_run.gated(run) else ""
     caption = (
         f"Output y and gradient dy/dt of one neuron, exact, for an input on the circle through the neuron's "
         f"direction, t above the plane at right angles to it; every curve is divided by its largest |y|. "
@@ -119,7 +120,7 @@ def activation_vs_angle(run: Run, options: Options) -> Drawing:
         f"{', '.join(near)} lie. Gates and the run's neuron: an aligned input has the pre-activation "
         f"s sqrt(D) = {own.radius:.3g}. A gate softens the gradient at the boundary as far as its up "
         f"pre-activation is small there: wholly when both are tied, not at all on the circle through two "
-        f"directions at right angles. {own.source}{of_run.off_sphere(run)}"
+        f"directions at right angles.{between} {own.source}{of_run.off_sphere(run)}"
     )
     return Drawing(picture, caption)
 
@@ -129,19 +130,31 @@ def angle_curves(
 ) -> dict[str, tuple[geometry.OnCircle, str, Any]]:
     """Label -> curve, colour, dashes."""
     relu, relu2, silu = (geometry.activation(name) for name in ("relu", "relu2", "silu"))
-    gate, word = (own.act, own.name) if gated else (silu, "silu")
-    across = geometry.gated_on_circle(t, gate, between=math.pi / 2, radius=own.radius)
-    if gated:
-        mine = geometry.gated_on_circle(t, own.act, between=0.0, radius=own.radius, c=own.c)
-    else:
-        mine = geometry.on_circle(t, own.act, radius=own.radius, c=own.c)
+    limit = geometry.gated_on_circle
     whose = "this run" if own.of_run else "as asked for"
-    what = f"{whose}: {own.name}{' gate tied to up' if gated else ''}, C = {own.c:.3g}"
+    if gated:  # the angle between gate and up is each neuron's own: both ends of what it can be
+        word = f"{whose}, {own.name} gate, C = {own.c:.3g}: limit of up"
+        mine = {
+            f"{word} at right angles to it": limit(
+                t, own.act, between=math.pi / 2, radius=own.radius, c=own.c
+            ),
+            f"{word} tied to it": limit(t, own.act, between=0.0, radius=own.radius, c=own.c),
+        }
+    else:
+        mine = {
+            "silu gate, up at right angles to it": limit(t, silu, between=math.pi / 2, radius=own.radius),
+            f"{whose}: {own.name}, C = {own.c:.3g}": geometry.on_circle(
+                t, own.act, radius=own.radius, c=own.c
+            ),
+        }
+    looks: tuple[tuple[str, Any], ...] = ((GREEN, "-."), (BLACK, (0, (1, 1))))
     return {
         "relu": (geometry.on_circle(t, relu), BLUE, "-"),
-        "relu2, or a relu gate tied to up": (geometry.on_circle(t, relu2), RED, "--"),
-        f"{word} gate, up at right angles to it": (across, GREEN, "-."),
-        what: (mine, BLACK, (0, (1, 1))),
+        "relu2, or a relu gate tied to up": (geometry.on_circle(t, relu2), VERMILION, "--"),
+        **{
+            label: (curve, colour, dashes)
+            for (label, curve), (colour, dashes) in zip(mine.items(), looks, strict=True)
+        },
     }
 
 

@@ -2,13 +2,15 @@
 
 from typing import Any
 
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
 from ffnlab.analysis.figures import Drawing, Missing, Options, figure
 from ffnlab.analysis.panels import grid, sheet
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import BLACK, BLUE, GREEN, GREY, RED, ordered, printable
+from ffnlab.analysis.style import BLACK, BLUE, GREEN, GREY, VERMILION, ordered, printable
 from ffnlab.record.table import read_table
 
-LOOKS = {"c": (BLUE, "-", "o"), "eps": (GREEN, "--", "s"), "top_k": (RED, ":", "^")}
+LOOKS = {"c": (BLUE, "-", "o"), "eps": (GREEN, "--", "s"), "top_k": (VERMILION, ":", "^")}
 WAYS = {"c": "a higher C", "eps": "small ones to 0", "top_k": "the largest of each token"}
 KNEE = 0.01  # nats: what a sparser run may lose
 RISE = "rise of the validation loss (nats)"
@@ -41,6 +43,10 @@ def sparsify(run: Run, options: Options) -> Drawing:
         axes["one layer"].plot(x, y, color=colour, linestyle="-", marker="o", markersize=2, label=layer)
     for panel in axes.values():
         panel.set(xscale="log", xlabel="active fraction of (token, neuron) pairs", ylabel=RISE)
+        panel.margins(x=0.05)
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g} %"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.axhline(0, color=BLACK, linewidth=0.6)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=7)
@@ -86,9 +92,14 @@ def ablate(run: Run, options: Options) -> Drawing:
     axes.barh(list(places), [row["rise"] for row in rows], xerr=error, color=BLUE, height=0.7)
     axes.axvline(0, color=BLACK, linewidth=0.6)
     axes.set_yticks(list(places), names, fontsize=7)
+    axes.margins(x=0.05)
     axes.set(xlabel=RISE, ylabel="taken out, layers (neurons)")
+    mode = rows[0].get("instead") if rows else None
+    put = {"zero": "0", "mean": "their mean over the scan"}.get(
+        str(mode), "0 or their mean (it is not on record)"
+    )
     caption = (
-        "Rise of the validation loss when neurons, or a whole FFN, put out 0 or their mean. "
+        f"Rise of the validation loss when neurons, or a whole FFN, put out {put}. "
         "Bars: standard error over batches of the same windows."
     )
     return Drawing(picture, caption)

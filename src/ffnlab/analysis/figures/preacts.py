@@ -10,7 +10,7 @@ from ffnlab.analysis.choices import ends, lacks, threshold, trace
 from ffnlab.analysis.figures import Drawing, Options, figure
 from ffnlab.analysis.panels import grid, spread
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import BLACK, GREY, RED, SKY
+from ffnlab.analysis.style import BLACK, GREY, SKY, VERMILION
 
 FRAMES = 45
 BINS, REACH = 160, 4.0  # of a trace: parts, and how many sd beyond the mean of the first step they reach
@@ -56,7 +56,7 @@ def panel(run: Run, axes: Any, layer: str, seen: History) -> Callable[[int], Non
     axes.stairs(seen.density[0], seen.edges, color=GREY, linewidth=1)
     now = axes.stairs(seen.density[-1], seen.edges, color=SKY, fill=True, alpha=0.7)
     c = threshold(run, layer, seen.steps)
-    line = axes.axvline(c[-1], color=RED, linestyle="--", linewidth=1)
+    line = axes.axvline(c[-1], color=VERMILION, linestyle="--", linewidth=1)
     text = axes.text(0.98, 0.97, "", transform=axes.transAxes, ha="right", va="top", fontsize=7, color=BLACK)
     axes.set(xlabel="pre-activation", ylabel="density", ylim=(0, 1.08 * max(seen.density.max(), 1e-9)))
     some = np.flatnonzero(seen.density.max(axis=0))

@@ -6,7 +6,7 @@ from ffnlab.analysis.choices import chosen, lacks, neuron, token_text
 from ffnlab.analysis.figures import Drawing, Options, figure
 from ffnlab.analysis.panels import sheet, spread
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import GREY, RED, literal, visible
+from ffnlab.analysis.style import GREY, VERMILION, literal, visible
 
 RANKS, SCANS = 12, 3
 BEFORE = 22  # characters of context
@@ -55,7 +55,7 @@ def write(axes, column: int, rank: int, before: str, token: str, value: str) -> 
     options = {"fontsize": 7, "family": "DejaVu Sans Mono", "va": "center", "clip_on": True}
     axes.text(column + 0.15, rank, value, color=GREY, ha="right", **options)
     axes.text(column + 0.67, rank, before, ha="right", **options)
-    axes.text(column + 0.68, rank, token, color=RED, weight="bold", ha="left", **options)
+    axes.text(column + 0.68, rank, token, color=VERMILION, weight="bold", ha="left", **options)
 
 
 def in_context(run: Run, place: int) -> tuple[str, str]:

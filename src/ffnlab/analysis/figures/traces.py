@@ -7,7 +7,7 @@ from ffnlab.analysis.choices import ends, lacks, neuron, threshold, token_names,
 from ffnlab.analysis.figures import Drawing, Options, figure
 from ffnlab.analysis.panels import STEP, bundle, curves, grid, sheet, spread
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import BLACK, BLUE, GREY, RED
+from ffnlab.analysis.style import BLACK, BLUE, GREY, VERMILION
 
 TOKENS = 10  # lines of neuron_trace, as in the source
 EXTREMES = 100  # lines of lineage, at either end
@@ -57,7 +57,7 @@ def token_lines(run: Run, options: Options) -> Drawing:
         on = values > c
         last = on[:, -1]
         keep = spread(len(steps), POINTS)
-        for which, colour, style in ((~last, BLUE, "solid"), (last, RED, "dashed")):
+        for which, colour, style in ((~last, BLUE, "solid"), (last, VERMILION, "dashed")):
             bundle(axes, steps[keep], values[which][:, keep], colour, linestyles=style, linewidths=0.7)
         axes.plot(steps, c, color=BLACK, linewidth=1.2, linestyle="-")
         axes.set(xlabel=STEP, ylabel=PREACT)
@@ -66,7 +66,7 @@ def token_lines(run: Run, options: Options) -> Drawing:
         )
     caption = (
         "Input of the activation, before C is subtracted, on every probed token; black: C (0 without a "
-        "threshold). Red, dashed: tokens above it at the last step; blue: below. " + ". ".join(said) + "."
+        "threshold). Orange, dashed: tokens above it at the last step; blue: below. " + ". ".join(said) + "."
     )
     return Drawing(picture, caption)
 
@@ -87,7 +87,7 @@ def lineage(run: Run, options: Options) -> Drawing:
         run, f"Extreme pre-activations of {layer}", columns=2, size=(8.4, 3.8), width_ratios=(2.6, 1)
     )
     keep = spread(len(steps), POINTS)
-    for rows, colour, style in ((low, BLUE, "solid"), (high, RED, "dashed")):
+    for rows, colour, style in ((low, BLUE, "solid"), (high, VERMILION, "dashed")):
         bundle(lines, steps[keep], rows[:, keep], colour, linestyles=style)
     lines.axhline(0, color=BLACK, linewidth=1, linestyle="-")
     lines.set(xlabel=STEP, ylabel=PREACT)
@@ -95,7 +95,7 @@ def lineage(run: Run, options: Options) -> Drawing:
     looks = (
         (everything, GREY, "-", "all"),
         (low[:, 0], BLUE, "-", f"lowest {n}"),
-        (high[:, 0], RED, "--", f"highest {n}"),
+        (high[:, 0], VERMILION, "--", f"highest {n}"),
     )
     edges = np.histogram_bin_edges(everything[np.isfinite(everything)], 40)
     for begun, colour, style, name in looks:
@@ -115,7 +115,7 @@ def lineage_caption(layer: str, first: int, last: int, low: np.ndarray, high: np
     ratio = high[:, -1].std() / max(low[:, -1].std(), 1e-9)
     return (
         f"The {len(high)} (token, neuron) pairs of {layer} with the highest pre-activations at step {last} "
-        f"(red, dashed) and the {len(low)} with the lowest (blue), over all steps and, right, where they "
+        f"(orange, dashed) and the {len(low)} with the lowest (blue), over all steps and, right, where they "
         f"began. P(start > 0 | highest) = {np.mean(began_high > 0):.2f}, "
         f"P(start > 0 | lowest) = {np.mean(began_low > 0):.2f} at step {first}; "
         f"sd of the highest over sd of the lowest at step {last}: {ratio:.2f}."

@@ -8,7 +8,7 @@ from ffnlab.analysis.choices import lacks
 from ffnlab.analysis.figures import Drawing, Missing, Options, figure
 from ffnlab.analysis.panels import STEP, Curve, categories, curves, label_ends, sheet
 from ffnlab.analysis.runs import Run
-from ffnlab.analysis.style import BLUE, GREEN, GREY, RED
+from ffnlab.analysis.style import BLUE, GREEN, GREY, VERMILION
 
 WINDOWS = 50  # the smoothed loss is a mean over this part of the rows
 IN_LAYER = re.compile(r"(?:blocks\.(\d+)|L(\d{2,}))[./](.+)")
@@ -26,17 +26,21 @@ def loss(run: Run, options: Options) -> Drawing:
     axes.plot(steps, train, color=GREY, linewidth=0.5, alpha=0.6, label="_raw")
     axes.plot(steps, smooth, color=BLUE, linestyle="-", label=f"training {_last(smooth)}")
     dots = "o" if len(at) < 40 else ""
-    axes.plot(at, val, color=RED, linestyle="--", marker=dots, markersize=3, label=f"validation {_last(val)}")
+    axes.plot(
+        at, val, color=VERMILION, linestyle="--", marker=dots, markersize=3, label=f"validation {_last(val)}"
+    )
     (_, test) = run.series("test/loss")
     if len(test):
         axes.axhline(test[-1], color=GREEN, linestyle=":", label=f"test {_last(test)}")
     axes.set(xlabel=STEP, ylabel="loss (nats per token)")
     label_ends(axes)
     best = f"; lowest validation loss {np.nanmin(val):.4f}" if np.isfinite(val).any() else ""
-    caption = (
-        f"Loss in nats per token. Grey: of the batch of every logged step; blue: its mean over {window} "
-        f"logged steps around each; red, dashed: of the validation windows{best}."
-    )
+    raw = "Blue: of the batch of every logged step"
+    if window > 1:
+        raw = (
+            f"Grey: of the batch of every logged step; blue: its mean over {window} logged steps around each"
+        )
+    caption = f"Loss in nats per token. {raw}; orange, dashed: of the validation windows{best}."
     return Drawing(picture, caption)
 
 

@@ -10,6 +10,7 @@ import jinja2
 import yaml
 
 from ffnlab.analysis.figures import Missing, Options, entries
+from ffnlab.analysis.health import ailing
 from ffnlab.analysis.pictures import render
 from ffnlab.analysis.report.explorer import explorer
 from ffnlab.analysis.report.layers import layer_table
@@ -47,6 +48,7 @@ def section(run: Run, figures: Sequence[str] | None, number: int) -> dict[str, A
         "id": f"run{number}",
         "name": run.name,
         "status": run.info.get("status", "unknown"),
+        "problem": ailing(run),
         "facts": facts(run),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         "layers": layer_table(run),

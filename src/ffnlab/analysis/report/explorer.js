@@ -15,6 +15,13 @@
     return made;
   }
 
+  // The smallest and the largest finite value of lines, a little apart where they are one.
+  function range(lines) {
+    const finite = lines.flat().filter(Number.isFinite);
+    const low = Math.min(...finite), high = Math.max(...finite);
+    return finite.length === 0 ? [0, 1] : high - low > 1e-6 ? [low, high] : [low - 0.5, high + 0.5];
+  }
+
   // lines: arrays of values at `steps`; titles: the tooltip of each line
   function plot(place, steps, lines, low, high, kind, titles) {
     const last = steps[steps.length - 1] || 1;
@@ -43,7 +50,8 @@
   function showActive(form, data, codes, neuron) {
     const [events, width] = data.shape;
     const line = Array.from({ length: events }, (_, k) => value(data, codes[k * width + neuron]));
-    plot(form.querySelector("[data-plot=active]"), data.steps, [line], 0, 1, "active");
+    const top = Math.max(0.05, range([line])[1]); // of this neuron; a code is 0.004
+    plot(form.querySelector("[data-plot=active]"), data.steps, [line], 0, Math.min(1, top), "active");
     return line[events - 1];
   }
 
@@ -58,9 +66,10 @@
       place.replaceChildren(`traces are in this report for the neurons ${data.neurons.join(", ")}`);
       return;
     }
+    const own = { low: data.low[at], high: data.high[at] };
     const lines = Array.from({ length: tokens }, (_, t) =>
-      Array.from({ length: events }, (_, k) => value(data, codes[(k * tokens + t) * width + at])));
-    plot(place, data.steps, lines, data.low, data.high, "token", data.tokens);
+      Array.from({ length: events }, (_, k) => value(own, codes[(k * tokens + t) * width + at])));
+    plot(place, data.steps, lines, ...range(lines), "token", data.tokens);
   }
 
   function showTop(form, data, neuron) {
@@ -69,9 +78,17 @@
     if (!data) return;
     const table = document.createElement("table");
     const caption = table.createCaption();
-    caption.textContent = "tokens of the scan that activate it most";
+    caption.textContent = `tokens of the scan at step ${data.step} that activate it most`;
+    const head = table.createTHead().insertRow();
+    for (const words of ["post-activation", "token, with its context"]) {
+      const cell = document.createElement("th");
+      cell.scope = "col";
+      cell.textContent = words;
+      head.append(cell);
+    }
+    const body = table.createTBody();
     data.position[neuron].forEach((position, rank) => {
-      const row = table.insertRow();
+      const row = body.insertRow();
       row.insertCell().textContent = data.value[neuron][rank].toFixed(2);
       const cell = row.insertCell();
       const [before, token, after] = data.context[position] || ["", `position ${position}`, ""];

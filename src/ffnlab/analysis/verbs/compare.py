@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
     {"table": as_table, "md": as_markdown, "csv": as_csv, "json": as_json}[args.format](comparison)
     if args.figure is not None:
         from ffnlab.analysis.dots import paired_dots
-        from ffnlab.analysis.style import style
+        from ffnlab.analysis.style import as_file
+        from ffnlab.record.files import make_folder, write_atomic
 
-        args.figure.parent.mkdir(parents=True, exist_ok=True)
-        with style():  # it also says how files are written
-            paired_dots(comparison).savefig(args.figure)
+        make_folder(args.figure.parent)
+        write_atomic(args.figure, as_file(paired_dots(comparison), args.figure.suffix[1:]))
     return 0
 
 

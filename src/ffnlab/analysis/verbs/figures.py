@@ -4,6 +4,7 @@ Without names, all that the record allows, into RUN/figures; captions.json there
 """
 
 import argparse
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ffnlab.analysis.figures import Options, entries
+    from ffnlab.analysis.health import ailing
     from ffnlab.analysis.pictures import draw
     from ffnlab.analysis.runs import Run
 
@@ -55,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         act=args.act,
         c=args.c,
     )
+    if problem := ailing(source):
+        warnings.warn(f"{source.path}: {problem}", stacklevel=2)
     folder = args.out or args.run / "figures"
     paths, missing = draw(source, args.names or known, options, folder, args.format)
     for path in paths:

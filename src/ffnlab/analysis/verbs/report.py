@@ -27,9 +27,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{len(args.runs)} runs: say with --out FILE where their report shall be")
     if wrong := [unknown("figure", name, entries()) for name in args.figures or () if name not in entries()]:
         raise UserError(*wrong)
+    runs = [Run(path) for path in args.runs]
     out = args.out or args.runs[0] / "report.html"
     if not out.parent.is_dir():
-        raise UserError(f"--out {out}: the folder {out.parent} does not exist")
-    write_atomic(out, report([Run(path) for path in args.runs], args.figures))
+        raise UserError(f"--out {out}: the folder {out.parent} does not exist: make it, or name another")
+    write_atomic(out, report(runs, args.figures))
     print(out)
     return 0

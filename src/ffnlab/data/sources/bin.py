@@ -108,7 +108,12 @@ class Bin:
             tokenizer = recipe.fit(())
         elif meta and "stoi" in meta:
             tokenizer = _char_tokenizer(meta["stoi"], meta_path)
-        elif said == GPT2_HEADER and not meta and (self._vocab_size or said.vocab_size) >= said.vocab_size:
+        elif (
+            said
+            and said == GPT2_HEADER
+            and not meta
+            and (self._vocab_size or said.vocab_size) >= said.vocab_size
+        ):
             tokenizer = GPT2().fit(())
         size = (
             self._vocab_size

@@ -111,32 +111,43 @@ class SmoothReLU2(Activation):
 
 def squared_relu(x: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
     """max(0, x)^2; without the bookkeeping of a gradient where none is wanted."""
-    square = SquaredReLU.apply if torch.is_grad_enabled() else SquaredReLU.forward
-    return square(x)[0]
+    return SquaredReLU.apply(x) if torch.is_grad_enabled() else SquaredReLU.forward(x)
 
 
 class SquaredReLU(torch.autograd.Function):
-    """relu(x)^2 at half the cost of `relu(x).square()`: one pass backward instead of three, one tensor kept.
+    """relu(x)^2 that keeps its output alone, which whatever reads it (`down`, a gate) keeps anyway.
 
-    relu(x) is an output too, because the backward reads it: second derivatives come out right.
-    Measured at (4096, 1536), fp32, one core, both ways: 7.9 ms against 14.2 ms (bf16: 5.0 against 7.5).
+    The backward needs relu(x) = sqrt(output): in binary floating point the root of a rounded square is the
+    number itself, but where the square underflows.
+    Measured with the two products of an MLP on 4096 tokens, one core, against keeping relu(x) as well: 30
+    instead of 54 MiB kept in fp32 at D = 384, 17 instead of 29 in bf16; time 1.05 and 0.9 to 1.1 times.
+    `relu(x).square()` keeps as much as the latter and takes 1.1 to 1.2 times.
     """
 
     @staticmethod
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor) -> Tensor:
         r = x.relu()
-        return r * r, r
+        return r.mul_(r)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(output[1])
-        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx, grad, grad_r):
-        (r,) = ctx.saved_tensors
-        grad_x = None if grad is None else torch.addcmul(grad.new_zeros(()), grad, r, value=2)
-        if grad_r is None:
-            return grad_x
-        through_r = torch.where(r > 0, grad_r, 0)
-        return through_r if grad_x is None else grad_x + through_r
+    def backward(ctx, grad):
+        (square,) = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            root = root_of(square)
+            return torch.addcmul(grad.new_zeros(()), grad, root, value=2, out=root)
+        active = square > 0  # the root has no derivative at 0, where that of ReLU^2 is 0
+        return 2 * grad * torch.where(active, square, 1).sqrt() * active
+
+
+def root_of(square: Tensor) -> Tensor:
+    """sqrt of numbers of which many are 0. In fp32 on a CPU the root of 0 takes MKL 17 times as long as that
+    of another number: there the smallest normal number, 2^-126, takes its place, and its root is set to 0.
+    """
+    if square.device.type != "cpu" or square.dtype.itemsize == 2:
+        return square.sqrt()
+    tiny = torch.finfo(square.dtype).tiny
+    return square.clamp_min(tiny).sqrt_().masked_fill_(square < tiny, 0)

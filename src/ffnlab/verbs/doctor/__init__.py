@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ffnlab.errors import UserError
+from ffnlab.record.runs import no_run
 from ffnlab.verbs import show
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def sort_out(what: Sequence[str]) -> tuple[Path | None, list[str]]:
         return None, [*what]
     missing = [word for word in folders if not os.path.isdir(word)]
     if missing:
-        raise UserError(*(f"{word}: neither a run directory nor KEY=VALUE" for word in missing))
+        raise UserError(*(f"{no_run(Path(word))}, or overrides as for it: KEY=VALUE" for word in missing))
     if len(what) > 1:
         raise UserError(
             f"{' '.join(what)}: expected either one run directory, whose configuration is its own, or "

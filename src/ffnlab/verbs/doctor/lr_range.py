@@ -32,7 +32,8 @@ def check(subject: Subject) -> Iterator[Finding]:
     )
     verdict: Verdict = "bad" if lr >= blown_up else "look" if lr * MARGIN > blown_up else "ok"
     shown = f"{blown_up:.2g}" if blown_up < math.inf else f"none up to {rates[-1]:.2g}"
-    remedy = "" if verdict == "ok" else f"optim.lr={blown_up / MARGIN:.1g} (now {lr:g})"
+    lower = f"optim.lr={blown_up / MARGIN:.1g} (now {lr:g})" if blown_up else "a first loss that is finite"
+    remedy = "" if verdict == "ok" else lower
     yield Finding(
         "lr range: blow-up",
         f"{STEPS} steps",
@@ -45,7 +46,9 @@ def check(subject: Subject) -> Iterator[Finding]:
 
 
 def losses(subject: Subject, rates: list[float]) -> list[float]:
-    """The loss of the batch before every update, on a model that starts anew; ends where it is not finite."""
+    """The loss of the batch before every update, on a model that starts anew; ends with a NaN where the loss
+    or its gradient is not finite.
+    """
     model = anew(subject).model
     optimizer, before_update = build.optimizer(subject.cfg, model), build.regulariser(subject.cfg, model)
     scaler = torch.amp.GradScaler(enabled=False)
@@ -56,9 +59,9 @@ def losses(subject: Subject, rates: list[float]) -> list[float]:
             before_update(number)
             mean, _ = gradients(model.loss, [subject.batch(number)], subject.autocast, scaler)
             norm = grad_norm(model.parameters(), subject.train.clip)
-            found.append(mean)
             if not (math.isfinite(mean) and math.isfinite(norm)):
-                break
+                return [*found, math.nan]
+            found.append(mean)
             optimizer.step()
             optimizer.zero_grad()
     return found
@@ -69,8 +72,10 @@ def landmarks(rates: list[float], found: list[float]) -> tuple[float, float]:
     whose update brought the smoothed loss to BLOWN_UP times its lowest or to no number, else infinity).
 
     Loss k + 1 is the first that update k, at rate k, can have changed. The smoothed loss k is the mean of
-    the SMOOTH losses that end with loss k.
+    the SMOOTH losses that end with loss k. A first loss that is no number leaves no rate: 0.
     """
+    if not math.isfinite(found[0]):
+        return 0.0, 0.0
     smooth = [fmean(found[max(0, k - SMOOTH + 1) : k + 1]) for k in range(len(found))]
     end = len(smooth)
     for k in range(1, len(smooth)):

@@ -14,14 +14,14 @@ from ffnlab import build
 from ffnlab.cache import cache_dir
 from ffnlab.config import settings
 from ffnlab.data import Dataset
-from ffnlab.device import autocast, choose_device, choose_precision, has_bf16
+from ffnlab.device import autocast, choose_device, choose_precision
 from ffnlab.errors import UserError
 from ffnlab.nn.gpt import GPT
 from ffnlab.nn.threshold import calibrate
 from ffnlab.record.checkpoint import load, newest_complete
 from ffnlab.record.rundir import read_info
 from ffnlab.train import TrainConfig
-from ffnlab.trained import trusted_config
+from ffnlab.trained import place, trusted_config
 from ffnlab.validate import validate
 
 BATCH_TOKENS = 2048  # of one batch (one sequence at least): enough to see what a neuron does, and quick
@@ -77,16 +77,13 @@ def at_start(overrides: Sequence[str]) -> Subject:
 def of_run(path: Path, plugins: Sequence[str] = ()) -> Subject:
     """The model of a run as its newest complete checkpoint has it; as it started where there is none.
 
-    On the device that is here, in the run's precision where that device has it: a run of a GPU can be
-    examined on a laptop.
+    On its device and in its precision, as far as this machine has them.
     """
     cfg, info = trusted_config(path, plugins), read_info(path)
     data = build.dataset(cfg, cache_dir())
     if info.get("data", {}).get("fingerprint", data.fingerprint) != data.fingerprint:
         warnings.warn(f"the data of {path} have changed since it was trained", stacklevel=2)
-    device, given = choose_device("auto"), cfg["train"]["precision"]
-    wish = info.get("precision", given) if given == "auto" else given
-    precision = "fp32" if wish == "bf16" and not has_bf16(device) else choose_precision(wish, device)
+    device, precision = place(cfg, info)
     model = build.model(cfg, info.get("vocab_size", data.vocab_size))
     checkpoint, choices = newest_complete(path), info.get("choices", {})
     if checkpoint is None:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import optuna
     except ModuleNotFoundError:
-        raise UserError("ffnlab hpo needs Optuna: pip install 'ffnlab[hpo]'") from None
+        raise UserError("needs Optuna: pip install -e '.[hpo]'") from None
     plan = read_plan(args.space)
     if not args.train.is_file():
         raise UserError(

@@ -29,8 +29,11 @@ def read_plan(path: Path) -> Plan:
     """The plan in a file. UserError with all that is wrong with it."""
     try:
         node = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is not there: `ffnlab hpo --help` shows what such a file holds") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise UserError(f"{path} cannot be read: {why}") from None
     if not isinstance(node, dict):
         raise UserError(f"{path} does not hold a search: see `ffnlab hpo --help`")
     problems = [unknown("key", str(key), KEYS) for key in node if key not in KEYS]

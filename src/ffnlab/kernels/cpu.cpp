@@ -4,9 +4,9 @@
 // Every row of a result is summed by one thread in the order of its entries, so that results depend neither on
 // the number of threads nor on how the rows are shared out.
 //
-// What bounds the products is the way from L2 to the registers: each active entry reads a row of the dense
-// operand and uses it once. So the dense operand is cut in tiles (columns x rows) that stay in L2 while all
-// rows of the pattern pass, and the sums of a tile's columns stay in registers.
+// What bounds the products is the way from the caches to the registers: each active entry reads a row of the dense
+// operand and uses it once. So spmm packs the dense operand in runs of columns, and of a run passes tiles of so many
+// rows as stay in L1 or L2 while a block of rows of the pattern uses them, with the sums in registers.
 //
 // Vectors are the compiler's own (GCC, Clang): AVX-512, AVX2, NEON or none come of -march=native.
 
@@ -24,14 +24,14 @@
 #endif
 
 #if defined(__AVX512F__)
-constexpr int BYTES = 64, REGISTERS = 32;
+constexpr int BYTES = 64, SUMS = 8;
 #elif defined(__AVX__)
-constexpr int BYTES = 32, REGISTERS = 16;
+constexpr int BYTES = 32, SUMS = 4;
 #else
-constexpr int BYTES = 16, REGISTERS = 32;
+constexpr int BYTES = 16, SUMS = 8;
 #endif
-constexpr int LANES = BYTES / 4;
-constexpr int SUMS = REGISTERS / 4;  // registers that hold sums: more gain nothing, fewer wait for each other
+constexpr int64_t L1_TILE = 32768;
+constexpr int LANES = BYTES / 4;  // and SUMS registers hold sums: more gain nothing, fewer wait for each other
 typedef float vf __attribute__((vector_size(BYTES), aligned(4)));
 typedef uint32_t vu __attribute__((vector_size(BYTES), aligned(2)));
 typedef uint16_t bf16;
@@ -52,15 +52,38 @@ template <> inline bf16 narrow<bf16>(float x) {  // to nearest, ties to even, as
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// How a run of STEP neighbouring elements lies in PARTS vectors: one for fp32; for bf16, the elements of even
-// and of odd place, which costs a shift and a mask where the natural order would cost a shuffle more.
+#ifdef __AVX512F__
+// narrow() of 16 floats, in the lower half of each place.
+static inline __m512i rounded16(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), nan, _mm512_set1_epi32(0x7fc0));
+}
+#endif
+
+// How STEP neighbouring elements lie in PARTS vectors: in one for fp32; for bf16 those of even and of odd place,
+// which costs a shift and a mask where the natural order would cost a shuffle more, or as the pairs of two rows come
+// out of a shuffle, where the machine has a product of pairs. add() takes ENTRIES rows of N steps at once.
 template <class S> struct Wide;
 template <> struct Wide<float> {
-  static constexpr int PARTS = 1, STEP = LANES;
+  static constexpr int PARTS = 1, STEP = LANES, ENTRIES = 1;
+  static constexpr int place(int, int j) { return j; }
   static inline vf part(const float* p, int) { return *reinterpret_cast<const vf*>(p); }
 };
 template <> struct Wide<bf16> {
   static constexpr int PARTS = 2, STEP = 2 * LANES;
+#ifdef __AVX512BF16__
+  static constexpr int ENTRIES = 2;
+  static constexpr int place(int odd, int j) { return j / 4 * 8 + odd * 4 + j % 4; }
+  static inline vf part(const bf16* p, int odd) {
+    const __m512i x = _mm512_loadu_si512(p), zero = _mm512_setzero_si512();
+    return (vf)(odd ? _mm512_unpackhi_epi16(zero, x) : _mm512_unpacklo_epi16(zero, x));
+  }
+#else
+  static constexpr int ENTRIES = 1;
+  static constexpr int place(int odd, int j) { return j * 2 + odd; }
   static inline vf part(const bf16* p, int odd) {
     vu pair = *reinterpret_cast<const vu*>(p);
     pair = odd ? pair & 0xffff0000u : pair << 16;
@@ -68,7 +91,37 @@ template <> struct Wide<bf16> {
     memcpy(&out, &pair, BYTES);
     return out;
   }
+#endif
 };
+
+// acc += v * row for one row of N steps.
+template <class S, int N> static inline void add_one(vf* acc, float v, const S* row) {
+  using E = Wide<S>;
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i++)
+#pragma GCC unroll 2
+    for (int p = 0; p < E::PARTS; p++) acc[i * E::PARTS + p] += v * E::part(row + i * E::STEP, p);
+}
+
+// The same for the ENTRIES rows that idx names.
+template <class S, int N> static inline void add_entries(vf* acc, const int32_t* idx, const S* val, const S* w, int64_t ld) {
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(S) == 2) {
+    int32_t both;
+    memcpy(&both, val, 4);
+    const __m512bh v = (__m512bh)_mm512_set1_epi32(both);
+    const bf16 *one = w + idx[0] * ld, *two = w + idx[1] * ld;
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      const __m512i a = _mm512_loadu_si512(one + i * 32), b = _mm512_loadu_si512(two + i * 32);
+      acc[2 * i] = (vf)_mm512_dpbf16_ps((__m512)acc[2 * i], (__m512bh)_mm512_unpacklo_epi16(a, b), v);
+      acc[2 * i + 1] = (vf)_mm512_dpbf16_ps((__m512)acc[2 * i + 1], (__m512bh)_mm512_unpackhi_epi16(a, b), v);
+    }
+    return;
+  }
+#endif
+  add_one<S, N>(acc, widen(val[0]), w + idx[0] * ld);
+}
 
 // Memory of one thread that lies on one huge page where the system has them: a tile is read in random order, and
 // with small pages each row would also miss the first level of the page table's cache.
@@ -89,9 +142,9 @@ struct Scratch {
   }
   ~Scratch() { free(memory); }
 };
-static thread_local Scratch tile_scratch, sums_scratch;
+static thread_local Scratch packed_scratch, sums_scratch;
 
-static int64_t tile_bytes() {  // half of L2; the rest is for the pattern and the sums that stream past
+static int64_t half_l2() {
 #if defined(__linux__) && defined(_SC_LEVEL2_CACHE_SIZE)
   static const int64_t half = sysconf(_SC_LEVEL2_CACHE_SIZE) / 2;
   return half >= 131072 ? half : 262144;
@@ -120,102 +173,158 @@ template <class S, int N>
 static inline void add_rows(const int32_t* idx, const S* val, int64_t k, int64_t end, const S* w, int64_t ld,
                             float* sums) {
   using E = Wide<S>;
-  vf acc[N * E::PARTS];
-#pragma GCC unroll 32
-  for (int i = 0; i < N * E::PARTS; i++) acc[i] = *reinterpret_cast<vf*>(sums + i * LANES);
-  for (; k < end; k++) {
-    const S* row = w + idx[k] * ld;
-    const float v = widen(val[k]);
-#pragma GCC unroll 32
-    for (int i = 0; i < N; i++)
-#pragma GCC unroll 2
-      for (int p = 0; p < E::PARTS; p++) acc[i * E::PARTS + p] += v * E::part(row + i * E::STEP, p);
-  }
-#pragma GCC unroll 32
-  for (int i = 0; i < N * E::PARTS; i++) *reinterpret_cast<vf*>(sums + i * LANES) = acc[i];
+  constexpr int V = N * E::PARTS, CHAINS = SUMS > V ? SUMS / V : 1, M = E::ENTRIES;
+  vf acc[CHAINS][V] = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < V; i++) acc[0][i] = *reinterpret_cast<vf*>(sums + i * LANES);
+  for (; k + CHAINS * M <= end; k += CHAINS * M)
+#pragma GCC unroll 8
+    for (int j = 0; j < CHAINS; j++) add_entries<S, N>(acc[j], idx + k + j * M, val + k + j * M, w, ld);
+  for (; k + M <= end; k += M) add_entries<S, N>(acc[0], idx + k, val + k, w, ld);
+  for (; k < end; k++) add_one<S, N>(acc[0], widen(val[k]), w + idx[k] * ld);
+#pragma GCC unroll 8
+  for (int j = 1; j < CHAINS; j++)
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) acc[0][i] += acc[j][i];
+#pragma GCC unroll 8
+  for (int i = 0; i < V; i++) *reinterpret_cast<vf*>(sums + i * LANES) = acc[0][i];
 }
 
-// The rows [first, last) of a pattern, its values and the dense rows that it names, all `ld` wide.
-template <class S> struct Sparse {
+// One product, with runs of N steps. `packed` holds whole runs of w, each with all its rows one after the other; null
+// where so few entries use w that packing would cost more. A tile has `tile` rows. N, packing and tile follow from the
+// product as a whole, not from a thread's share of it, for the order of the sums depends on them.
+template <class S, int N> struct Product {
   const int64_t* crow;
   const int32_t* idx;
   const S* val;
   const S* w;
-  int64_t n_dense, ld, first, last;
+  S* y;
+  int64_t rows, n_dense, cols, tile;
+  S* packed;
+  static constexpr int64_t STEP = Wide<S>::STEP, WIDTH = N * STEP;
 };
 
-// sums[t] += the columns [c, c + N * STEP) of row t of the product. The dense rows pass in tiles that fit L2, copied
-// there first, unless so few entries use them that the copy would cost more.
-template <class S, int N> static void add_tiles(const Sparse<S>& s, int64_t c, float* sums, int64_t ld_sums) {
-  constexpr int64_t width = N * Wide<S>::STEP;
-  const int64_t rows = std::min(s.n_dense, std::max<int64_t>(64, tile_bytes() / (width * int64_t(sizeof(S)))));
-  if (s.crow[s.last] - s.crow[s.first] < 4 * s.n_dense) {
-    for (int64_t t = s.first; t < s.last; t++)
-      add_rows<S, N>(s.idx, s.val, s.crow[t], s.crow[t + 1], s.w + c, s.ld, sums + (t - s.first) * ld_sums);
-    return;
-  }
-  S* tile = tile_scratch.room<S>(rows * width);
-  std::vector<int64_t> place(s.crow + s.first, s.crow + s.last);
-  for (int64_t from = 0; from < s.n_dense; from += rows) {
-    const int64_t to = std::min(from + rows, s.n_dense);
-    for (int64_t f = from; f < to; f++) memcpy(tile + (f - from) * width, s.w + f * s.ld + c, width * sizeof(S));
-    for (int64_t t = s.first; t < s.last; t++) {
-      int64_t& k = place[t - s.first];
-      const int64_t end = reach(s.idx, k, s.crow[t + 1], to, s.n_dense);
-      if (k < end) add_rows<S, N>(s.idx, s.val, k, end, tile - from * width, width, sums + (t - s.first) * ld_sums);
-      k = end;
+// sums = columns [c, c + M * STEP) of the rows [first, first + count) of y; bounds[r * count + t] is where row
+// first + t reaches tile r.
+template <int M, class S, int N>
+static void add_tiles(const Product<S, N>& p, const int32_t* bounds, int64_t first, int64_t count, int64_t c,
+                      float* sums) {
+  constexpr int64_t width = M * Wide<S>::STEP;
+  const bool packed = M == N && p.packed;
+  const S* w = packed ? p.packed + c * p.n_dense : p.w + c;
+  const int64_t start = p.crow[first];
+  std::fill(sums, sums + count * width, 0.f);
+  for (int64_t from = 0; from < p.n_dense; from += p.tile, bounds += count) {
+    if (packed) {
+      const char* line = reinterpret_cast<const char*>(w + from * width);
+      const int64_t bytes = std::min(p.tile, p.n_dense - from) * width * int64_t(sizeof(S));
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(line + i);
     }
-  }
-}
-
-// The same for the columns that are left over, one at a time.
-template <class S> static void add_column(const Sparse<S>& s, int64_t c, float* sums, int64_t ld_sums) {
-  for (int64_t t = s.first; t < s.last; t++) {
-    float sum = 0;
-    for (int64_t k = s.crow[t]; k < s.crow[t + 1]; k++) sum += widen(s.val[k]) * widen(s.w[s.idx[k] * s.ld + c]);
-    sums[(t - s.first) * ld_sums] = sum;
-  }
-}
-
-// Columns [c, c_end) of y, in runs as wide as the registers hold, then narrower ones, then one by one. The sums of
-// bf16 lie in even and odd places until the end.
-template <class S> static void spmm_columns(const Sparse<S>& s, S* y, int64_t c, int64_t c_end) {
-  using E = Wide<S>;
-  constexpr int N = SUMS / E::PARTS;
-  while (c < c_end) {
-    const int64_t left = (c_end - c) / E::STEP;
-    const int64_t n = left >= N ? N : left >= 1 ? 1 : 0;
-    const int64_t width = n ? n * E::STEP : 1, count = s.last - s.first;
-    float* sums = sums_scratch.room<float>(count * width);
-    std::fill(sums, sums + count * width, 0.f);
-    if (n == N) add_tiles<S, N>(s, c, sums, width);
-    else if (n) add_tiles<S, 1>(s, c, sums, width);
-    else add_column<S>(s, c, sums, width);
     for (int64_t t = 0; t < count; t++) {
-      const float* from = sums + t * width;
-      S* to = y + (s.first + t) * s.ld + c;
-      if (!n) *to = narrow<S>(*from);
-      for (int64_t i = 0; i < n * E::STEP; i += E::STEP)
-        for (int j = 0; j < LANES; j++)
-          for (int p = 0; p < E::PARTS; p++) to[i + j * E::PARTS + p] = narrow<S>(from[i + p * LANES + j]);
+      const int64_t k = bounds[t], end = bounds[count + t];
+      if (k < end) add_rows<S, M>(p.idx + start, p.val + start, k, end, w, packed ? width : p.cols, sums + t * width);
     }
-    c += width;
+  }
+}
+
+// The sums of M steps of each row into y.
+template <int M, class S, int N>
+static void store_sums(const Product<S, N>& p, int64_t first, int64_t count, int64_t c, const float* sums) {
+  using E = Wide<S>;
+  for (int64_t t = 0; t < count; t++) {
+    S* to = p.y + (first + t) * p.cols + c;
+    for (int i = 0; i < M; i++, to += E::STEP, sums += E::STEP) {
+#ifdef __AVX512BF16__
+      if constexpr (sizeof(S) == 2) {  // packing brings the pairs of part 0 and part 1 into their natural order
+        const __m512i low = rounded16(_mm512_loadu_ps(sums)), high = rounded16(_mm512_loadu_ps(sums + LANES));
+        _mm512_storeu_si512(to, _mm512_packus_epi32(low, high));
+        continue;
+      }
+#endif
+      for (int part = 0; part < E::PARTS; part++)
+        for (int j = 0; j < LANES; j++) to[E::place(part, j)] = narrow<S>(sums[part * LANES + j]);
+    }
+  }
+}
+
+// Columns [c, c_end) of the rows [first, first + count) of y: in whole runs, then in steps, then one by one.
+template <class S, int N>
+static void spmm_block(const Product<S, N>& p, int64_t first, int64_t count, int64_t c, int64_t c_end) {
+  const int64_t tiles = (p.n_dense + p.tile - 1) / p.tile, start = p.crow[first];
+  std::vector<int32_t> bounds((tiles + 1) * count);
+  for (int64_t t = 0; t < count; t++) {
+    int64_t k = p.crow[first + t];
+    const int64_t end = p.crow[first + t + 1];
+    for (int64_t r = 0; r <= tiles; r++) {
+      bounds[r * count + t] = int32_t(k - start);
+      k = reach(p.idx, k, end, (r + 1) * p.tile, p.n_dense);
+    }
+  }
+  float* sums = sums_scratch.room<float>(count * p.WIDTH);
+  for (; c + p.WIDTH <= c_end; c += p.WIDTH) {
+    add_tiles<N>(p, bounds.data(), first, count, c, sums);
+    store_sums<N>(p, first, count, c, sums);
+  }
+  for (; c + p.STEP <= c_end; c += p.STEP) {
+    add_tiles<1>(p, bounds.data(), first, count, c, sums);
+    store_sums<1>(p, first, count, c, sums);
+  }
+  for (; c < c_end; c++)
+    for (int64_t t = first; t < first + count; t++) {
+      float sum = 0;
+      for (int64_t k = p.crow[t]; k < p.crow[t + 1]; k++) sum += widen(p.val[k]) * widen(p.w[p.idx[k] * p.cols + c]);
+      p.y[t * p.cols + c] = narrow<S>(sum);
+    }
+}
+
+// Rows [first, last) in blocks whose part of the pattern stays in L2 while the runs pass.
+template <class S, int N>
+static void spmm_rows(const Product<S, N>& p, int64_t first, int64_t last, int64_t c, int64_t c_end) {
+  const int64_t entries = half_l2() / int64_t(sizeof(int32_t) + sizeof(S));
+  while (first < last) {
+    const int64_t end = std::min(last, first + 1024);
+    const int64_t fit = std::upper_bound(p.crow + first, p.crow + end + 1, p.crow[first] + entries) - p.crow - 1;
+    const int64_t count = std::max<int64_t>(1, std::min(fit, end) - first);
+    spmm_block(p, first, count, c, c_end);
+    first += count;
+  }
+}
+
+template <class S, int N> static void spmm_as(Product<S, N> p, bool few, bool pack, int threads) {
+  const int64_t runs = p.cols / p.WIDTH, part = (p.cols / threads + 63) / 64 * 64;
+  if (pack) p.packed = packed_scratch.room<S>(p.n_dense * runs * p.WIDTH);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (int64_t f = 0; f < (pack ? p.n_dense : 0); f++)
+      for (int64_t r = 0; r < runs; r++)
+        memcpy(p.packed + (r * p.n_dense + f) * p.WIDTH, p.w + f * p.cols + r * p.WIDTH, p.WIDTH * sizeof(S));
+#pragma omp for schedule(static, 1)
+    for (int i = 0; i < threads; i++) {
+      int64_t first = 0, last = p.rows, c = 0, c_end = p.cols;
+      if (few) c = std::min(p.cols, part * i), c_end = i + 1 == threads ? p.cols : std::min(p.cols, part * (i + 1));
+      else share(p.crow, p.rows, i, threads, first, last);
+      if (first < last && c < c_end) spmm_rows(p, first, last, c, c_end);
+    }
   }
 }
 
 // y[t] = sum over entries k of row t of val[k] * w[idx[k]], for y (rows, cols) and w (n_dense, cols).
+//
+// Narrow runs, of which a tile fits L1, where a row has so many entries in such a tile that coming and going is cheap;
+// else wide ones and tiles that fit L2.
 template <class S>
 static void spmm(const int64_t* crow, const int32_t* idx, const S* val, const S* w, S* y, int64_t rows,
                  int64_t n_dense, int64_t cols, int threads) {
-  const bool few = rows < 4 * threads;  // too few rows to share out: share out the columns
-  const int64_t part = (cols / threads + 63) / 64 * 64;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int i = 0; i < threads; i++) {
-    int64_t first = 0, last = rows, c = 0, c_end = cols;
-    if (few) c = std::min(cols, part * i), c_end = i + 1 == threads ? cols : std::min(cols, part * (i + 1));
-    else share(crow, rows, i, threads, first, last);
-    if (first < last && c < c_end) spmm_columns<S>({crow, idx, val, w, n_dense, cols, first, last}, y, c, c_end);
-  }
+  constexpr int WIDE = SUMS / Wide<S>::PARTS, NARROW = WIDE / (Wide<S>::PARTS == 2 ? 2 : 4);
+  const bool few = rows < 64;  // too few to share out: share out the columns
+  const bool pack = !few && crow[rows] >= 4 * n_dense;
+  auto fitting = [](int64_t bytes, int n) { return bytes / int64_t(n * Wide<S>::STEP * sizeof(S)); };
+  const int64_t in_l1 = fitting(L1_TILE, NARROW), in_l2 = fitting(half_l2(), WIDE);
+  if (pack && crow[rows] * in_l1 >= 40 * rows * n_dense)
+    spmm_as(Product<S, NARROW>{crow, idx, val, w, y, rows, n_dense, cols, in_l1, nullptr}, few, pack, threads);
+  else
+    spmm_as(Product<S, WIDE>{crow, idx, val, w, y, rows, n_dense, cols, pack ? in_l2 : std::max<int64_t>(1, n_dense), nullptr}, few, pack, threads);
 }
 
 static inline float total(vf x) {
@@ -228,42 +337,62 @@ static inline float total(vf x) {
 #endif
 }
 
-// out[j] = a . w[idx[j]] for j = 0 .. N; a lies in vectors as Wide gives them, its tail as it is.
-template <class S, int N>
-static inline void dots(const float* a, const float* a_tail, const int32_t* idx, const S* w, int64_t cols, S* out) {
-  using E = Wide<S>;
-  vf acc[N] = {};
-  const S* row[N];
-  for (int j = 0; j < N; j++) row[j] = w + idx[j] * cols;
-  const int64_t whole = cols / E::STEP * E::STEP;
-  for (int64_t c = 0; c < whole; c += E::STEP)
-#pragma GCC unroll 2
-    for (int p = 0; p < E::PARTS; p++) {
-      const vf x = *reinterpret_cast<const vf*>(a + c + p * LANES);
+// A row of a: as it is, in vectors as Wide gives them, and its tail; and the w with whose rows it is multiplied.
+template <class S> struct Dots {
+  const S* raw;
+  const float* a;
+  const float* a_tail;
+  const S* w;
+  int64_t cols;
+
+  // out[j] = a . w[idx[j]] for j = 0 .. N.
+  template <int N> inline void of(const int32_t* idx, S* out) const {
+    using E = Wide<S>;
+    vf acc[N] = {};
+    const S* row[N];
+    for (int j = 0; j < N; j++) row[j] = w + idx[j] * cols;
+    const int64_t whole = cols / E::STEP * E::STEP;
+    for (int64_t c = 0; c < whole; c += E::STEP) {
+#ifdef __AVX512BF16__
+      if constexpr (sizeof(S) == 2) {
+        const __m512bh x = (__m512bh)_mm512_loadu_si512(raw + c);
 #pragma GCC unroll 8
-      for (int j = 0; j < N; j++) acc[j] += x * E::part(row[j] + c, p);
+        for (int j = 0; j < N; j++)
+          acc[j] = (vf)_mm512_dpbf16_ps((__m512)acc[j], (__m512bh)_mm512_loadu_si512(row[j] + c), x);
+        continue;
+      }
+#endif
+#pragma GCC unroll 2
+      for (int p = 0; p < E::PARTS; p++) {
+        const vf x = *reinterpret_cast<const vf*>(a + c + p * LANES);
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) acc[j] += x * E::part(row[j] + c, p);
+      }
     }
-  for (int j = 0; j < N; j++) {
-    float sum = total(acc[j]);
-    for (int64_t c = whole; c < cols; c++) sum += a_tail[c - whole] * widen(row[j][c]);
-    out[j] = narrow<S>(sum);
+    for (int j = 0; j < N; j++) {
+      float sum = total(acc[j]);
+      for (int64_t c = whole; c < cols; c++) sum += a_tail[c - whole] * widen(row[j][c]);
+      out[j] = narrow<S>(sum);
+    }
   }
-}
+};
 
 template <class S> static void spread(const S* row, int64_t cols, float* a, float* a_tail) {
   using E = Wide<S>;
   const int64_t whole = cols / E::STEP * E::STEP;
-  for (int64_t c = 0; c < whole; c += E::STEP)
+  for (int64_t c = 0; E::ENTRIES == 1 && c < whole; c += E::STEP)
     for (int p = 0; p < E::PARTS; p++) *reinterpret_cast<vf*>(a + c + p * LANES) = E::part(row + c, p);
   for (int64_t c = whole; c < cols; c++) a_tail[c - whole] = widen(row[c]);
 }
 
 // out[k] = a[t] . w[idx[k]] for every entry k of every row t, for a (rows, cols) and w (n_dense, cols).
+//
+// Tiles of w stay in L2 while all rows pass. The last entries of a row are taken together too: one alone would wait for
+// each of its sums.
 template <class S>
 static void sddmm(const int64_t* crow, const int32_t* idx, const S* a, const S* w, S* out, int64_t rows,
                   int64_t n_dense, int64_t cols, int threads) {
-  constexpr int N = SUMS;
-  const int64_t tile = std::max<int64_t>(16, tile_bytes() / std::max<int64_t>(1, cols * int64_t(sizeof(S))));
+  const int64_t tile = std::max<int64_t>(16, half_l2() / std::max<int64_t>(1, cols * int64_t(sizeof(S))));
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int i = 0; i < threads; i++) {
     int64_t first, last;
@@ -274,9 +403,19 @@ static void sddmm(const int64_t* crow, const int32_t* idx, const S* a, const S* 
       for (int64_t t = first; t < last; t++) {
         int64_t k = place[t - first];
         const int64_t end = place[t - first] = reach(idx, k, crow[t + 1], from + tile, n_dense);
-        if (k < end) spread(a + t * cols, cols, wide.data(), tail.data());
-        for (; k + N <= end; k += N) dots<S, N>(wide.data(), tail.data(), idx + k, w, cols, out + k);
-        for (; k < end; k++) dots<S, 1>(wide.data(), tail.data(), idx + k, w, cols, out + k);
+        if (k == end) continue;
+        const Dots<S> dots{a + t * cols, wide.data(), tail.data(), w, cols};
+        spread(a + t * cols, cols, wide.data(), tail.data());
+        for (; k + 8 <= end; k += 8) dots.template of<8>(idx + k, out + k);
+        switch (end - k) {
+          case 7: dots.template of<7>(idx + k, out + k); break;
+          case 6: dots.template of<6>(idx + k, out + k); break;
+          case 5: dots.template of<5>(idx + k, out + k); break;
+          case 4: dots.template of<4>(idx + k, out + k); break;
+          case 3: dots.template of<3>(idx + k, out + k); break;
+          case 2: dots.template of<2>(idx + k, out + k); break;
+          case 1: dots.template of<1>(idx + k, out + k); break;
+        }
       }
   }
 }
@@ -337,17 +476,6 @@ static void column_sums(const int64_t* ccol, const int32_t* order, const S* val,
   }
 }
 
-#ifdef __AVX512F__
-static inline __m256i narrow16(__m512 x) {
-  const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  rounded = _mm512_srli_epi32(rounded, 16);
-  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
-}
-#endif
-
 // Appends (base + j, v) for every j in [0, n) with v = sign * pre[j] - c[j * c_step], rounded to S, not <= 0: a NaN
 // is active, as it is in max(0, NaN).
 template <class S>
@@ -372,13 +500,12 @@ static inline int64_t compact_row(const S* pre, int64_t n, float sign, const S* 
     }
     const __m512 v = _mm512_sub_ps(_mm512_mul_ps(signs, x), shift);
     __mmask16 active = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NLE_UQ);
-    if (!active) continue;
     _mm512_storeu_si512(idx + m, _mm512_maskz_compress_epi32(active, _mm512_add_epi32(iota, _mm512_set1_epi32(base + int32_t(j)))));
     const __m512 kept = _mm512_maskz_compress_ps(active, v);
     if constexpr (sizeof(S) == 4) {
       _mm512_storeu_ps(val + m, kept);
     } else {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(val + m), narrow16(kept));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(val + m), _mm512_cvtepi32_epi16(rounded16(kept)));
     }
     m += __builtin_popcount(active);
   }

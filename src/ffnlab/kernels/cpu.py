@@ -37,7 +37,7 @@ def compact(
     """The dense product and the threshold block by block: the pre-activations are never there as a whole."""
     n = weight.shape[0]
     threshold = threshold.to(x.dtype).contiguous()
-    size = max(64, BLOCK_BYTES // (max(1, n) * x.element_size()))
+    size = block_rows(n * x.element_size())
     block = min(x.shape[0], size)
     pre, wide_val = x.new_empty(block, n), x.new_empty(block, d_ff + SLACK)
     wide_idx = wide_val.new_empty(wide_val.shape, dtype=torch.int32)
@@ -53,6 +53,13 @@ def compact(
         return parts[0]
     starts, idx, val = zip(*parts, strict=True)
     return row_starts(torch.cat([each.diff() for each in starts])), torch.cat(idx), torch.cat(val)
+
+
+def block_rows(row_bytes: int) -> int:
+    """Rows of a block: a power of two. The product of 4096 rows (768 -> 3072, bf16, two cores) took 25 ms in
+    blocks of 512 rows, as whole, and 37 ms in blocks of 682.
+    """
+    return max(64, 1 << (BLOCK_BYTES // max(1, row_bytes)).bit_length() - 1)
 
 
 def compact_block(

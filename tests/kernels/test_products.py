@@ -138,13 +138,16 @@ def test_backends_agree_with_the_reference(dtype: torch.dtype):
         )
 
 
-def test_the_result_does_not_depend_on_the_number_of_threads():
-    x, up, bias, down = operands(500, 100, 700, 700, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "c"), [(1, 5.0), (5, 5.0), (500, 5.0), (500, -5.0), (500, 30.0)])
+def test_the_result_does_not_depend_on_the_number_of_threads(tokens: int, c: float, dtype: torch.dtype):
+    """With few tokens columns are shared out, else rows; each density has tiles and sums of its own."""
+    x, up, bias, down = operands(tokens, 230, 700, 700, dtype)
+    crow, idx, values = reference.compact(x, up, bias, torch.tensor(c, dtype=dtype), 700)
     found = []
     for n in (1, 2, 3, 7):
         torch.set_num_threads(n)
-        crow, idx, values = kernels.compact(x, up, bias, torch.tensor(5.0), 700)
-        turned = cpu.transposed(crow, idx, 700)
+        turned = cpu.transposed(crow.clone(), idx, 700)
         sums = kernels.column_sums(crow, idx, values, 700)
         back = kernels.spmm_t(crow, idx, values, x, 700)
         found.append(

@@ -97,7 +97,7 @@ template <> struct Wide<bf16> {
 // acc += v * row for one row of N steps.
 template <class S, int N> static inline void add_one(vf* acc, float v, const S* row) {
   using E = Wide<S>;
-#pragma GCC unroll 8
+#pragma GCC unroll 32
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 2
     for (int p = 0; p < E::PARTS; p++) acc[i * E::PARTS + p] += v * E::part(row + i * E::STEP, p);
@@ -111,7 +111,7 @@ template <class S, int N> static inline void add_entries(vf* acc, const int32_t*
     memcpy(&both, val, 4);
     const __m512bh v = (__m512bh)_mm512_set1_epi32(both);
     const bf16 *one = w + idx[0] * ld, *two = w + idx[1] * ld;
-#pragma GCC unroll 8
+#pragma GCC unroll 32
     for (int i = 0; i < N; i++) {
       const __m512i a = _mm512_loadu_si512(one + i * 32), b = _mm512_loadu_si512(two + i * 32);
       acc[2 * i] = (vf)_mm512_dpbf16_ps((__m512)acc[2 * i], (__m512bh)_mm512_unpacklo_epi16(a, b), v);
@@ -168,14 +168,15 @@ static inline int64_t reach(const int32_t* idx, int64_t k, int64_t end, int64_t 
   return to >= n_dense ? end : std::lower_bound(idx + k, idx + end, int32_t(to)) - idx;
 }
 
-// sums[0 .. N * STEP) += sum over entries k in [k, end) of val[k] * w[idx[k]][0 .. N * STEP).
-template <class S, int N>
+// sums[0 .. N * STEP) += sum over entries k in [k, end) of val[k] * w[idx[k]][0 .. N * STEP), in CHAINS sums that do
+// not wait for each other.
+template <class S, int N, int CHAINS>
 static inline void add_rows(const int32_t* idx, const S* val, int64_t k, int64_t end, const S* w, int64_t ld,
                             float* sums) {
   using E = Wide<S>;
-  constexpr int V = N * E::PARTS, CHAINS = SUMS > V ? SUMS / V : 1, M = E::ENTRIES;
+  constexpr int V = N * E::PARTS, M = E::ENTRIES;
   vf acc[CHAINS][V] = {};
-#pragma GCC unroll 8
+#pragma GCC unroll 32
   for (int i = 0; i < V; i++) acc[0][i] = *reinterpret_cast<vf*>(sums + i * LANES);
   for (; k + CHAINS * M <= end; k += CHAINS * M)
 #pragma GCC unroll 8
@@ -184,9 +185,9 @@ static inline void add_rows(const int32_t* idx, const S* val, int64_t k, int64_t
   for (; k < end; k++) add_one<S, N>(acc[0], widen(val[k]), w + idx[k] * ld);
 #pragma GCC unroll 8
   for (int j = 1; j < CHAINS; j++)
-#pragma GCC unroll 8
+#pragma GCC unroll 32
     for (int i = 0; i < V; i++) acc[0][i] += acc[j][i];
-#pragma GCC unroll 8
+#pragma GCC unroll 32
   for (int i = 0; i < V; i++) *reinterpret_cast<vf*>(sums + i * LANES) = acc[0][i];
 }
 
@@ -202,6 +203,7 @@ template <class S, int N> struct Product {
   int64_t rows, n_dense, cols, tile;
   S* packed;
   static constexpr int64_t STEP = Wide<S>::STEP, WIDTH = N * STEP;
+  static constexpr int CHAINS = SUMS > N * Wide<S>::PARTS ? SUMS / (N * Wide<S>::PARTS) : 1;
 };
 
 // sums = columns [c, c + M * STEP) of the rows [first, first + count) of y; bounds[r * count + t] is where row
@@ -222,7 +224,7 @@ static void add_tiles(const Product<S, N>& p, const int32_t* bounds, int64_t fir
     }
     for (int64_t t = 0; t < count; t++) {
       const int64_t k = bounds[t], end = bounds[count + t];
-      if (k < end) add_rows<S, M>(p.idx + start, p.val + start, k, end, w, packed ? width : p.cols, sums + t * width);
+      if (k < end) add_rows<S, M, p.CHAINS>(p.idx + start, p.val + start, k, end, w, packed ? width : p.cols, sums + t * width);
     }
   }
 }
@@ -247,7 +249,19 @@ static void store_sums(const Product<S, N>& p, int64_t first, int64_t count, int
   }
 }
 
-// Columns [c, c_end) of the rows [first, first + count) of y: in whole runs, then in steps, then one by one.
+// Columns from c on of the rows [first, first + count) of y, in runs of M steps as long as these end before c_end;
+// returns the first column that is left.
+template <int M, class S, int N>
+static int64_t columns(const Product<S, N>& p, const int32_t* bounds, int64_t first, int64_t count, int64_t c,
+                       int64_t c_end, float* sums) {
+  for (; c + M * p.STEP <= c_end; c += M * p.STEP) {
+    add_tiles<M>(p, bounds, first, count, c, sums);
+    store_sums<M>(p, first, count, c, sums);
+  }
+  return c;
+}
+
+// Columns [c, c_end) of the rows [first, first + count) of y: in runs, then in steps, then one by one.
 template <class S, int N>
 static void spmm_block(const Product<S, N>& p, int64_t first, int64_t count, int64_t c, int64_t c_end) {
   const int64_t tiles = (p.n_dense + p.tile - 1) / p.tile, start = p.crow[first];
@@ -261,14 +275,9 @@ static void spmm_block(const Product<S, N>& p, int64_t first, int64_t count, int
     }
   }
   float* sums = sums_scratch.room<float>(count * p.WIDTH);
-  for (; c + p.WIDTH <= c_end; c += p.WIDTH) {
-    add_tiles<N>(p, bounds.data(), first, count, c, sums);
-    store_sums<N>(p, first, count, c, sums);
-  }
-  for (; c + p.STEP <= c_end; c += p.STEP) {
-    add_tiles<1>(p, bounds.data(), first, count, c, sums);
-    store_sums<1>(p, first, count, c, sums);
-  }
+  c = columns<N>(p, bounds.data(), first, count, c, c_end, sums);
+  if constexpr (N > 4) c = columns<4>(p, bounds.data(), first, count, c, c_end, sums);
+  c = columns<1>(p, bounds.data(), first, count, c, c_end, sums);
   for (; c < c_end; c++)
     for (int64_t t = first; t < first + count; t++) {
       float sum = 0;
@@ -311,20 +320,22 @@ template <class S, int N> static void spmm_as(Product<S, N> p, bool few, bool pa
 
 // y[t] = sum over entries k of row t of val[k] * w[idx[k]], for y (rows, cols) and w (n_dense, cols).
 //
-// Narrow runs, of which a tile fits L1, where a row has so many entries in such a tile that coming and going is cheap;
-// else wide ones and tiles that fit L2.
+// Of few entries the rows of w pass as they are, as much of them at once as the registers hold. Else w is packed: in
+// narrow runs, of which a tile fits L1, where a row of the pattern has so many entries in such a tile that coming and
+// going is cheap; in wide ones and tiles that fit L2 where it has not.
 template <class S>
 static void spmm(const int64_t* crow, const int32_t* idx, const S* val, const S* w, S* y, int64_t rows,
                  int64_t n_dense, int64_t cols, int threads) {
-  constexpr int WIDE = SUMS / Wide<S>::PARTS, NARROW = WIDE / (Wide<S>::PARTS == 2 ? 2 : 4);
+  constexpr int PARTS = Wide<S>::PARTS, WIDE = SUMS / PARTS, NARROW = PARTS == 2 ? WIDE / 2 : WIDE / 4;
   const bool few = rows < 64;  // too few to share out: share out the columns
-  const bool pack = !few && crow[rows] >= 4 * n_dense;
   auto fitting = [](int64_t bytes, int n) { return bytes / int64_t(n * Wide<S>::STEP * sizeof(S)); };
   const int64_t in_l1 = fitting(L1_TILE, NARROW), in_l2 = fitting(half_l2(), WIDE);
-  if (pack && crow[rows] * in_l1 >= 40 * rows * n_dense)
-    spmm_as(Product<S, NARROW>{crow, idx, val, w, y, rows, n_dense, cols, in_l1, nullptr}, few, pack, threads);
+  if (few || crow[rows] < 4 * n_dense)
+    spmm_as(Product<S, 3 * WIDE>{crow, idx, val, w, y, rows, n_dense, cols, n_dense + 1, nullptr}, few, false, threads);
+  else if (crow[rows] * in_l1 < 40 * rows * n_dense)
+    spmm_as(Product<S, WIDE>{crow, idx, val, w, y, rows, n_dense, cols, in_l2, nullptr}, few, true, threads);
   else
-    spmm_as(Product<S, WIDE>{crow, idx, val, w, y, rows, n_dense, cols, pack ? in_l2 : std::max<int64_t>(1, n_dense), nullptr}, few, pack, threads);
+    spmm_as(Product<S, NARROW>{crow, idx, val, w, y, rows, n_dense, cols, in_l1, nullptr}, few, true, threads);
 }
 
 static inline float total(vf x) {
@@ -525,7 +536,7 @@ static inline int64_t compact_row(const S* pre, int64_t n, float sign, const S* 
 template <class S>
 static int64_t compact(const S* pre, const S* c, int64_t c_step, int64_t rows, int64_t n, int64_t d_ff,
                     int64_t room, int32_t* idx, S* val, int64_t* starts, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1)
   for (int64_t t = 0; t < rows; t++) {
     int32_t* to = idx + t * room;
     S* v = val + t * room;
@@ -542,7 +553,7 @@ static int64_t compact(const S* pre, const S* c, int64_t c_step, int64_t rows, i
 template <class S>
 static void pack(const int32_t* idx, const S* val, const int64_t* offsets, int64_t rows, int64_t room, int32_t* idx_to,
                  S* val_to, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1)
   for (int64_t t = 0; t < rows; t++) {
     const int64_t n = offsets[t + 1] - offsets[t];
     memcpy(idx_to + offsets[t], idx + t * room, n * sizeof(int32_t));

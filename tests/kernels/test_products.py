@@ -142,7 +142,7 @@ def test_backends_agree_with_the_reference(dtype: torch.dtype):
 @pytest.mark.parametrize(("tokens", "c"), [(1, 5.0), (5, 5.0), (500, 5.0), (500, -5.0), (500, 30.0)])
 def test_the_result_does_not_depend_on_the_number_of_threads(tokens: int, c: float, dtype: torch.dtype):
     """With few tokens columns are shared out, else rows; each density has tiles and sums of its own."""
-    x, up, bias, down = operands(tokens, 230, 700, 700, dtype)
+    x, up, bias, down = operands(tokens, 390, 700, 700, dtype)
     crow, idx, values = reference.compact(x, up, bias, torch.tensor(c, dtype=dtype), 700)
     found = []
     for n in (1, 2, 3, 7):

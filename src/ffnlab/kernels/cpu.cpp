@@ -104,7 +104,8 @@ template <class S, int N> static inline void add_one(vf* acc, float v, const S* 
 }
 
 // The same for the ENTRIES rows that idx names.
-template <class S, int N> static inline void add_entries(vf* acc, const int32_t* idx, const S* val, const S* w, int64_t ld) {
+template <class S, int N>
+static inline void add_entries(vf* acc, const int32_t* idx, const S* val, const S* w, int64_t ld) {
 #ifdef __AVX512BF16__
   if constexpr (sizeof(S) == 2) {
     int32_t both;
@@ -224,7 +225,8 @@ static void add_tiles(const Product<S, N>& p, const int32_t* bounds, int64_t fir
     }
     for (int64_t t = 0; t < count; t++) {
       const int64_t k = bounds[t], end = bounds[count + t];
-      if (k < end) add_rows<S, M, p.CHAINS>(p.idx + start, p.val + start, k, end, w, packed ? width : p.cols, sums + t * width);
+      if (k < end)
+        add_rows<S, M, p.CHAINS>(p.idx + start, p.val + start, k, end, w, packed ? width : p.cols, sums + t * width);
     }
   }
 }
@@ -511,7 +513,8 @@ static inline int64_t compact_row(const S* pre, int64_t n, float sign, const S* 
     }
     const __m512 v = _mm512_sub_ps(_mm512_mul_ps(signs, x), shift);
     __mmask16 active = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NLE_UQ);
-    _mm512_storeu_si512(idx + m, _mm512_maskz_compress_epi32(active, _mm512_add_epi32(iota, _mm512_set1_epi32(base + int32_t(j)))));
+    const __m512i neurons = _mm512_add_epi32(iota, _mm512_set1_epi32(base + int32_t(j)));
+    _mm512_storeu_si512(idx + m, _mm512_maskz_compress_epi32(active, neurons));
     const __m512 kept = _mm512_maskz_compress_ps(active, v);
     if constexpr (sizeof(S) == 4) {
       _mm512_storeu_ps(val + m, kept);

@@ -51,6 +51,11 @@ class Handler(BaseHTTPRequestHandler):
             project = {"id": "p1", "name": given["projectName"], "entityName": given["entityName"]}
             view = {key: given[key] for key in ("name", "displayName", "description", "type", "spec")}
             data["upsertView"] = {"view": {"id": "v1", "project": project, **view}, "inserted": True}
+        if "createRunFiles" in query:  # wandb-core dies of an answer without it
+            names = request["variables"]["files"]
+            port = self.server.server_address[1]
+            files = [{"name": name, "uploadUrl": f"http://127.0.0.1:{port}/upload"} for name in names]
+            data["createRunFiles"] = {"runID": "b1", "uploadHeaders": [], "files": files}
         if "models(" in query:
             data["models"] = {
                 "pageInfo": {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False},

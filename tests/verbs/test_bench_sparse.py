@@ -23,6 +23,9 @@ def test_rows_and_bounds(tmp_path: Path, capsys: pytest.CaptureFixture, ffn: str
     assert [row["name"] for row in fp32[1:5]] == ["compact", "spmm", "sddmm", "spmm_t"]
     bounds = {row["section"]: row["bound"] for row in fp32}
     assert (bounds["ffn"], bounds["token"]) == (pytest.approx(whole), pytest.approx(token))
+    assert min(facts["limits"].values()) > 0
+    spmm, l2 = fp32[2], facts["limits"]["l2_bytes_per_s"]
+    assert spmm["of_l2"] == pytest.approx(0.1 * 32 * 64 * 16 * 4 / (spmm["sparse_ms"] / 1e3) / l2)
     assert fp32[0]["sparse_saved_bytes"] < fp32[0]["dense_saved_bytes"]
     with file.open() as opened:
         assert len(list(csv.DictReader(opened))) == len(facts["rows"])

@@ -564,6 +564,41 @@ static void pack(const int32_t* idx, const S* val, const int64_t* offsets, int64
   }
 }
 
+// What the machine gives at most, for `limits`. Each thread reads n floats of its own `times` over.
+static float read_over(int64_t n, int64_t times, int threads) {
+  float out = 0;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(+ : out)
+  for (int i = 0; i < threads; i++) {
+    float* x = sums_scratch.room<float>(n);
+    std::fill(x, x + n, 1.f);
+    vf acc[8] = {};
+    for (int64_t again = 0; again < times; again++)
+      for (int64_t j = 0; j + 8 * LANES <= n; j += 8 * LANES)
+#pragma GCC unroll 8
+        for (int a = 0; a < 8; a++) acc[a] += *reinterpret_cast<const vf*>(x + j + a * LANES);
+    for (int a = 1; a < 8; a++) acc[0] += acc[a];
+    out += total(acc[0]);
+  }
+  return out;
+}
+
+// Each thread multiplies and adds 12 * LANES numbers in registers, `times` over.
+static float multiply_add(int64_t times, int threads) {
+  float out = 0;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(+ : out)
+  for (int i = 0; i < threads; i++) {
+    vf acc[12] = {};
+    vf x = {};
+    x += 0.999f;
+    for (int64_t again = 0; again < times; again++)
+#pragma GCC unroll 12
+      for (int a = 0; a < 12; a++) acc[a] = acc[a] * x + x;
+    for (int a = 1; a < 12; a++) acc[0] += acc[a];
+    out += total(acc[0]);
+  }
+  return out;
+}
+
 #define EXPORT(S, NAME)                                                                                              \
   void spmm_##NAME(const int64_t* crow, const int32_t* idx, const S* val, const S* w, S* y, int64_t rows,            \
                    int64_t n_dense, int64_t cols, int threads) {                                                     \
@@ -590,6 +625,9 @@ static void pack(const int32_t* idx, const S* val, const int64_t* offsets, int64
   }
 
 extern "C" {
+float limit_read(int64_t n, int64_t times, int threads) { return read_over(n, times, threads); }
+float limit_multiply_add(int64_t times, int threads) { return multiply_add(times, threads); }
+int64_t lanes() { return LANES; }
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
 void transpose_pattern(const int64_t* crow, const int32_t* idx, int64_t rows, int64_t cols, int64_t* ccol,

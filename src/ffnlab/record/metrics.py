@@ -92,11 +92,8 @@ class Metrics:
         del torn  # what follows the last newline: nothing, or the row during which the process was killed
         rows = []
         for number, line in enumerate(whole, 1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            row = as_row(line)
+            if row is None:
                 got = f"{self.path}: line {number} is not a metrics row: {line[:60]!r}"
                 raise UserError(f"{got}: remove the lines from there on")
             rows.append((line, row))
@@ -106,6 +103,20 @@ class Metrics:
 def plain(value: Any) -> Any:
     """A number as Python's own int or float: zero-dimensional tensors and numpy scalars are unpacked."""
     return value.item() if hasattr(value, "item") else value
+
+
+def as_row(line: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl as it was written; None where it is no row: no JSON object with a step, or a
+    value that is not finite has another name than nan, inf or -inf.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    said = [value for key, value in row.items() if key.endswith(_NOT_FINITE)]
+    return row if all(value in ("nan", "inf", "-inf") for value in said) else None
 
 
 def _encode(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ round.
 
 ffn: forward and backward, and the bytes that wait for the backward pass. The bound is that of the operations
 that are left if the sparse products ran at the dense rate: mlp 6 / (1 + 5 p), gated units 9 / (1 + 8 p).
-products: each one alone; FLOP/s count what is useful, 2 D for each active pair.
+products: each one alone; FLOP/s count what is useful, 2 D for each active pair. Each pair takes a row of D
+numbers through the caches: `of L2` is that traffic over what the threads read from L2 at most, measured
+first; above 100 % the rows came from L1.
 token: one token forward, as in sampling. The bound is that of the bytes: mlp 2 / (1 + p), gated units
 3 / (1 + 2 p).
 """
@@ -21,6 +23,8 @@ from typing import Any
 from ffnlab import build
 from ffnlab.device import DTYPES, choose_device, has_bf16, set_threads
 from ffnlab.errors import UserError
+from ffnlab.kernels.limits import limits
+from ffnlab.kernels.ops import compiled
 from ffnlab.nn.rate import machine
 from ffnlab.verbs import mebibytes, show
 from ffnlab.verbs.bench.contest import add_contest_arguments, at_least_one, report
@@ -55,18 +59,20 @@ def run(args: argparse.Namespace) -> int:
     threads = set_threads(cfg["train"]["threads"], None)
     precisions = ["fp32", "bf16"] if has_bf16(device) else ["fp32"]
     tokens = args.tokens or TOKENS
+    bounds = limits(threads) if device.type == "cpu" and compiled() is None else None
     rows = [
         row
         for d_model, d_ff in shapes
         for precision in precisions
         for density in args.densities
-        for row in Case(cfg, d_model, d_ff, density, precision, device, tokens).rows(args.rounds)
+        for row in Case(cfg, d_model, d_ff, density, precision, device, tokens, bounds).rows(args.rounds)
     ]
     facts = {
         "machine": machine(device, DTYPES[precisions[-1]]),
         "threads": threads,
         "rounds": args.rounds,
         "tokens": tokens,
+        "limits": bounds and bounds._asdict(),
         "rows": rows,
     }
     report(args, facts, present)
@@ -83,7 +89,10 @@ def sizes(text: str) -> tuple[int, int]:
 
 def present(facts: Mapping[str, Any]) -> None:
     headers = ("shape", "precision", "density", "", "dense, ms", "sparse, ms", "speed-up", "bound")
-    headers += ("useful GFLOP/s", "kept, dense", "kept, sparse")
+    if facts["limits"]:
+        l1, l2, flop = facts["limits"].values()
+        print(f"L1 {l1 / 1e9:.0f} GB/s, L2 {l2 / 1e9:.0f} GB/s, fp32 {flop / 1e9:.0f} GFLOP/s in registers")
+    headers += ("useful GFLOP/s", "of L2", "kept, dense", "kept, sparse")
     for section, title in SECTIONS.items():
         rows = [cells(row) for row in facts["rows"] if row["section"] == section]
         tokens = 1 if section == "token" else facts["tokens"]
@@ -103,6 +112,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         *(f"{row[key]:.3g}" for key in ("dense_ms", "sparse_ms")),
         *(f"{row[key]:.2f}" for key in ("speedup", "bound")),
         "" if useful is None else f"{useful / 1e9:.0f}",
+        "" if row["of_l2"] is None else f"{row['of_l2']:.0%}",
         *("" if each is None else mebibytes(each) for each in kept),
     )
 

@@ -11,6 +11,7 @@ from ffnlab import build, kernels
 from ffnlab.config import settings
 from ffnlab.device import DTYPES, autocast
 from ffnlab.errors import UserError
+from ffnlab.kernels.limits import Limits
 from ffnlab.kernels.reference import row_of
 from ffnlab.nn.crossover import place
 from ffnlab.nn.ffn.base import FFN, GatedFFN
@@ -46,6 +47,7 @@ def figures(dense: list[float], sparse: list[float]) -> dict[str, Any]:
         "sparse_ms": 1e3 * median(sparse),
         "speedup": median(d / s for d, s in zip(dense, sparse, strict=True)),
         "useful_flop_per_s": None,
+        "of_l2": None,
         "dense_saved_bytes": None,
         "sparse_saved_bytes": None,
     }
@@ -63,9 +65,10 @@ class Case:
         precision: str,
         device: torch.device,
         tokens: int,
+        limits: Limits | None,
     ):
         torch.manual_seed(0)
-        self.density, self.precision, self.device = density, precision, device
+        self.density, self.precision, self.device, self.limits = density, precision, device, limits
         self.dtype, self.autocast = DTYPES[precision], autocast(device, precision)
         self.ffn = ffn(cfg, d_model, d_ff)
         if why := obstacle(self.ffn) or kernels.unavailable(device, self.dtype):
@@ -147,7 +150,10 @@ class Case:
             row = figures(dense.seconds, sparse.seconds)
             share = 1.0 if name == "compact" else self.density
             useful = 2 * self.ffn.d_model * self.ffn.d_ff * len(self.x) * share
-            row |= {"bound": 1 / share, "useful_flop_per_s": 1e3 * useful / row["sparse_ms"]}
+            rate = 1e3 * useful / row["sparse_ms"]
+            row |= {"bound": 1 / share, "useful_flop_per_s": rate}
+            if self.limits and name != "compact":  # every two operations read a number
+                row["of_l2"] = rate / 2 * self.dtype.itemsize / self.limits.l2_bytes_per_s
             rows.append({"section": "products", "name": name, **row})
         return rows
 

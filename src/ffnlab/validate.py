@@ -38,9 +38,9 @@ TOP = (
     "residual",
     "stream",
 )
-# `fit` builds these parts, so it waits until each of them is well-formed.
+# `fit` builds these parts or compares their values, so it waits until each of them is well-formed.
 FIT_NEEDS = ("model", "attention", "ffn", "act", "threshold", "skip", "stream", "residual", "norm", "data")
-FIT_NEEDS += ("tokenizer", "logger", "unknown key", "_target_")
+FIT_NEEDS += ("tokenizer", "logger", "schedule", "optim", "unknown key", "_target_")
 
 
 def validate(cfg: Mapping[str, Any]) -> None:

@@ -147,8 +147,9 @@ class Recorded:
         where it is damaged.
         """
         step = self.progress.step if resumed else -1
-        for part in (self.metrics.path, self.neurons.path) if resumed else ():
-            if not part.exists():
+        kept = {self.metrics.path: True, self.neurons.path: bool(self.session.observer.probes)}
+        for part, expected in kept.items() if resumed else ():
+            if expected and not part.exists():
                 warnings.warn(f"{part} is missing: the record begins after step {step}", stacklevel=2)
         self.metrics.truncate(step if self.progress.pending is None else step - 1)
         self.last = Row()

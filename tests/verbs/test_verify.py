@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zarr
 
 from ffnlab.verbs import verify
 
@@ -21,8 +23,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
     tiny = (
         "model.n_layers=2 model.d_model=16 model.n_heads=2 model.seq_len=16 train.steps=6 train.batch_size=2"
     )
-    more = "train.eval_every=3 train.eval_batches=1 checkpoint.every=3 probe.scan_tokens=64 probe.tokens=8"
-    words = [*tiny.split(), *more.split(), "data=counting", "tokenizer=byte", "logger=none", f"out={out}"]
+    more = "train.eval_every=3 train.eval_batches=1 checkpoint.every=3 checkpoint.weights_every=4"
+    probed = ["probe.scan_tokens=64", "probe.tokens=8"]
+    words = [
+        *tiny.split(),
+        *more.split(),
+        *probed,
+        "data=counting",
+        "tokenizer=byte",
+        "logger=none",
+        f"out={out}",
+    ]
     subprocess.run([sys.executable, str(root / "train.py"), *words], check=True, capture_output=True)
     return out
 
@@ -51,6 +62,24 @@ def chunk(run: Path) -> None:
     file.write_bytes(file.read_bytes()[:5])
 
 
+def array(run: Path, name: str) -> zarr.Array:
+    found = zarr.open_group(run / "neurons.zarr", mode="a")[name]
+    assert isinstance(found, zarr.Array)
+    return found
+
+
+def shorter(run: Path) -> None:
+    """The last step of a layer is gone from all its arrays."""
+    for name in ("step", "active_frac"):
+        values = array(run, f"L01/activity/{name}")
+        values.resize((values.shape[0] - 1, *values.shape[1:]))
+
+
+def other_run(run: Path) -> None:
+    file = run / "checkpoints/step-000003/manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "run": "deadbeef"}))
+
+
 pytestmark = pytest.mark.slow  # trains a run first
 
 DAMAGES = {
@@ -71,7 +100,30 @@ DAMAGES = {
     "ends at step 5, run.json at step 6": edit(
         "metrics.jsonl", lambda text: "".join(x + "\n" for x in text.splitlines() if '"step": 6,' not in x)
     ),
+    "step 4 stands there twice": edit(
+        "metrics.jsonl",
+        lambda text: "".join((x + "\n") * (1 + ('"step": 4,' in x)) for x in text.splitlines()),
+    ),
+    "step-000003 is of run deadbeef": other_run,
+    "is done at step 6, its newest complete checkpoint is of step 3": lambda run: shutil.rmtree(
+        run / "checkpoints/step-000006"
+    ),
+    "weights-000004.safetensors is not a file of weights": lambda run: os.truncate(
+        run / "checkpoints/weights-000004.safetensors", 100
+    ),
     "neurons.zarr cannot be read": chunk,
+    "neurons.zarr is missing": lambda run: shutil.rmtree(run / "neurons.zarr"),
+    "L01/activity lacks 1 steps that metrics.jsonl has, the first is 6": shorter,
+    "L01/activity: step 2 has a mean active_frac of 0.1250": lambda run: array(
+        run, "L01/activity/active_frac"
+    ).__setitem__(2, 0.125),
+    "L00/activity goes on to step 9, metrics.jsonl ends at 6": lambda run: array(
+        run, "L00/activity/step"
+    ).__setitem__(-1, 9),
+    "L00/activity: its steps do not rise": lambda run: array(run, "L00/activity/step").__setitem__(1, 0),
+    "L00/activity/active_frac has 6 rows for 7 steps": lambda run: array(
+        run, "L00/activity/active_frac"
+    ).resize((6, 64)),
 }
 
 

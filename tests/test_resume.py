@@ -1,0 +1,233 @@
+"""Exact resume: killed at any step and resumed, a run ends as if nothing had been, whatever it is made of."""
+
+import hashlib
+import itertools
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ffnlab import build
+from ffnlab.nn import crossover
+from ffnlab.processes import Processes
+from ffnlab.record.files import HashedFile
+from ffnlab.record.same import unequal
+from ffnlab.recorded import Recorded
+from ffnlab.run import run
+from ffnlab.session import Session
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+TINY = [
+    "model.n_layers=2", "model.d_model=16", "model.n_heads=2", "model.seq_len=16", "model.dropout=0.1",
+    "data=counting", "data.n_documents=4", "tokenizer=byte", "train.batch_size=4", "train.steps=8",
+    "train.eval_every=4", "train.eval_batches=1", "checkpoint.every=3", "checkpoint.keep_last=null",
+    "probe.every=3", "probe.every_step_until=1", "probe.scan_tokens=32", "probe.tokens=8", "logger=none",
+    "train.threads=1",
+]  # fmt: skip
+
+Point = tuple[str, int]  # where a run is killed: what it does, at which step
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+ALL_PROBES = f"probe=[{','.join(names('probe'))}]"
+SPARSE = {"mlp", "paired", "reglu", "reglu2", "tied_reglu"}  # FFNs that have a sparse way with a ReLU
+# Checkpoints are made after steps 3, 6 and 8; validation is at 0, 4 and 8; the second epoch begins in step 4.
+KILLS: dict[str, list[Point]] = {
+    "twice in the second epoch": [("row", 5), ("row", 7)],
+    "evaluations": [("evaluation", 4), ("evaluation", 8)],
+    "saves": [("save", 6), ("saved", 8)],
+}
+FACTORS: dict[str, dict[str, list[str]]] = {
+    "ffn": {name: [f"ffn={name}"] for name in names("ffn")},
+    "optim": {name: [f"optim={name}"] for name in names("optim")},
+    "precision": {name: [f"train.precision={name}"] for name in ("fp32", "bf16")},
+    "probes": {"none": ["probe=[]"], "default": [], "others": ["probe=[crossings,gradients]"]},
+    "accumulation": {"1": [], "2": ["train.grad_accum=2", "train.batch_size=2"]},
+    "memory": {"kept": [], "checkpointed": ["train.checkpoint_activations=true"]},
+    "kernel": {name: [f"ffn.kernel={name}"] for name in crossover.KERNELS},
+    "threshold": {"none": [], "learned": ["threshold=learned", "threshold.active_frac=0.3"]},
+    "paths": {
+        "plain": [],
+        "skips": [
+            "skip=unet",
+            "skip.gate=input",
+            "model.n_layers=4",
+            "residual=peri",
+            "residual.scale=learned",
+        ],
+        "stream": ["stream=[embed_norm,x0_lambdas,backout,smear]", "residual=post", "schedule=cosine"],
+    },
+    "killed": {name: [] for name in KILLS},
+}
+Case = dict[str, str]
+
+
+def fits(case: Case) -> bool:
+    """What can be built: the sparse way is for some FFNs."""
+    return case.get("kernel", "dense") == "dense" or case.get("ffn", "mlp") in SPARSE
+
+
+def covering() -> list[Case]:
+    """Cases in which every pair of choices that fit each other meets at least once: greedily, the best of
+    some random cases at a time.
+    """
+    draw = random.Random(0)  # noqa: S311  # always the same cases
+    todo = {
+        frozenset([(f, x), (g, y)])
+        for f, g in itertools.combinations(FACTORS, 2)
+        for x in FACTORS[f]
+        for y in FACTORS[g]
+        if fits({f: x, g: y})
+    }
+    cases = []
+    while todo:
+        start = dict(min(todo, key=sorted))  # one pair that is open yet
+        tried = ({f: draw.choice(list(FACTORS[f])) for f in FACTORS} | start for _ in range(60))
+        best = max(filter(fits, tried), key=lambda case: sum(pair <= case.items() for pair in todo))
+        todo = {pair for pair in todo if not pair <= best.items()}
+        cases.append(best)
+    return cases
+
+
+def named(case: Case) -> str:
+    return " ".join(case.values())
+
+
+def killing(patch: pytest.MonkeyPatch, what: str, step: int) -> None:
+    """This process gets SIGKILL at a point of its run."""
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def after(owner: type, method: str, when: Callable[..., bool]) -> None:
+        real = getattr(owner, method)
+
+        def then_killed(*args: Any) -> Any:
+            value = real(*args)
+            if when(*args):
+                kill()
+            return value
+
+        patch.setattr(owner, method, then_killed)
+
+    if what == "row":
+        after(Recorded, "log", lambda _, row: row["step"] == step)
+    elif what == "test":
+        after(Recorded, "log", lambda _, row: "test/loss" in row)
+    elif what == "evaluation":
+        after(Session, "validation", lambda session, _: session.at == step)
+        after(Recorded, "observe", lambda recorded, at: setattr(recorded.session, "at", at) or False)
+    elif what == "saved":
+        after(Recorded, "save", lambda _, progress, last: progress.step == step)
+    elif what == "save":
+        after(HashedFile, "write", lambda file, _: f"step-{step:06d}" in str(file._file.name))
+    else:
+        raise ValueError(what)
+
+
+def killed(start: Callable[[], object], what: str, step: int) -> None:
+    """A child of this process runs `start` and dies of SIGKILL at a point."""
+    child = os.fork()
+    if child == 0:
+        try:
+            killing(pytest.MonkeyPatch(), what, step)
+            start()
+        finally:
+            os._exit(1)  # it came past that point, or failed
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == -signal.SIGKILL, f"not killed at {what} {step}"
+
+
+def start(cfg: dict[str, Any], choices: dict[str, Any], out: Path) -> dict[str, float]:
+    return run({**cfg, "out": str(out)}, choices)
+
+
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed must not differ between two runs (the sparse way pays at up to half of the neurons), and
+    what a run says of the machine and of the checkout takes longer than these runs.
+    """
+    rows = [{"density": d, "dense_ms": 1.0, "sparse_ms": d + 0.5} for d in (*crossover.DENSITIES, 0.6)]
+    monkeypatch.setattr(crossover, "timed", lambda *_: rows)
+    monkeypatch.setattr(crossover, "EVERY", 2)
+    monkeypatch.setattr("ffnlab.recorded.ceiling", lambda _: 1e9)
+    monkeypatch.setattr("ffnlab.facts.git_state", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def fed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], dict[int, set[str]]]:
+    """The batches that updates of a run were made from, by step; one that a resume does again is there once
+    if it is the same.
+    """
+    real = Session.batches
+
+    def noted(session: Session, step: int) -> list:
+        micro = real(session, step)
+        text = hashlib.sha256(b"".join(t.numpy().tobytes() for pair in micro for t in pair)).hexdigest()
+        with Path(f"{session.cfg['out']}.fed").open("a") as file:
+            file.write(f"{step} {text}\n")
+        return micro
+
+    def found(out: Path) -> dict[int, set[str]]:
+        steps: dict[int, set[str]] = {}
+        for line in Path(f"{out}.fed").read_text().splitlines():
+            step, text = line.split()
+            steps.setdefault(int(step), set()).add(text)
+        return steps
+
+    monkeypatch.setattr(Session, "batches", noted)
+    return found
+
+
+def check(overrides: list[str], kills: list[Point], fed: Callable, tmp_path: Path) -> None:
+    """A run that is killed at each of `kills`, one after the other, ends as one that is not."""
+    cfg, choices = build.compose([*TINY, *overrides])
+    whole, other = tmp_path / "whole", tmp_path / "killed"
+    start(cfg, choices, whole)
+    for what, step in kills:
+        killed(lambda: start(cfg, choices, other), what, step)
+    start(cfg, choices, other)
+    assert list(unequal(whole, other)) == []
+    assert fed(other) == fed(whole)
+    assert all(len(each) == 1 for each in fed(whole).values())
+
+
+@pytest.mark.filterwarnings("ignore:.*holds no checkpoint yet")
+def test_killed_before_a_checkpoint_and_in_a_save(fed: Callable, tmp_path: Path):
+    more = ["threshold=learned", "train.grad_accum=2", "train.batch_size=2", "optim=adamw"]
+    check(more, [("row", 1), ("save", 6)], fed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", covering(), ids=named)
+def test_killed_twice(case: Case, fed: Callable, tmp_path: Path):
+    overrides = [word for factor, choice in case.items() for word in FACTORS[factor][choice]]
+    check(overrides, KILLS[case["killed"]], fed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*holds no checkpoint yet")
+def test_killed_at_every_step(fed: Callable, tmp_path: Path):
+    more = [ALL_PROBES, "skip=unet", "model.n_layers=4", "threshold=learned"]
+    check(more, [("row", step) for step in range(9)], fed, tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_after_the_test(fed: Callable, tmp_path: Path):
+    """Between the row of the test and the status: it is tested again, and recorded once."""
+    check(["data.test_frac=0.2", "data.n_documents=12"], [("test", 8), ("test", 8)], fed, tmp_path)
+    rows = (tmp_path / "killed/metrics.jsonl").read_text().splitlines()
+    assert sum("test/loss" in row for row in rows) == 1
+
+
+def test_the_second_epoch_begins_in_step_4():
+    cfg, _ = build.compose(TINY)
+    session = Session(cfg, Processes(), {})
+    assert 3 < session.data.windows_per_epoch / session.train.batch_size < 4

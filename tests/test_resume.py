@@ -13,6 +13,7 @@ import pytest
 
 from ffnlab import build
 from ffnlab.nn import crossover
+from ffnlab.probe import Observer
 from ffnlab.processes import Processes
 from ffnlab.record.files import HashedFile
 from ffnlab.record.same import unequal
@@ -231,3 +232,14 @@ def test_the_second_epoch_begins_in_step_4():
     cfg, _ = build.compose(TINY)
     session = Session(cfg, Processes(), {})
     assert 3 < session.data.windows_per_epoch / session.train.batch_size < 4
+
+
+@pytest.mark.slow
+def test_killed_after_the_budget_of_the_record_was_used_up(
+    fed: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A resume neither records on, for small arrays would still fit, nor ends the record at another step."""
+    monkeypatch.setattr(Observer, "check_budget", lambda *_, scans: 0)
+    more = ["probe=[activity,trace]", "probe.every=1", "probe.budget_gib=1.4e-5"]
+    with pytest.warns(UserWarning, match=r"has reached probe.budget_gib=1.4e-05 at step [45]:"):
+        check(more, [("row", 4), ("row", 7)], fed, tmp_path)

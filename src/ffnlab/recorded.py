@@ -157,6 +157,7 @@ class Recorded:
             self.last |= row
         try:
             self.neurons.truncate(step)
+            self.neurons.restore(self.session.recorded)
         except UserError:
             raise
         except Exception as error:
@@ -220,7 +221,8 @@ class Recorded:
         self.metrics.sync()
         self.neurons.flush()
         try:
-            save(self.rundir.path, step, s.model.state_dict(), s.state(progress), s.checkpoint.keep_last)
+            state = s.state(progress) | {"record": self.neurons.state()}
+            save(self.rundir.path, step, s.model.state_dict(), state, s.checkpoint.keep_last)
         except FloatingPointError as error:
             raise Diverged(f"step {step}: {error}") from error
 

@@ -147,8 +147,8 @@ def disagreeing(store: Path, rows: list[dict[str, Any]], until: int) -> Iterator
 
     for layer, means in sorted(found.items()):
         try:
-            group = zarr.open_group(store, path=f"{layer}/activity", mode="r")
-            steps, values = (group[name][:] for name in ("step", "active_frac"))
+            group: Any = zarr.open_group(store, path=f"{layer}/activity", mode="r")
+            steps, values = group["step"][:], group["active_frac"][:]
         except Exception:  # noqa: S112  # said by `wrong_neurons`
             continue
         there = dict(zip(steps.tolist(), values.mean(axis=1).tolist(), strict=False))

@@ -2,24 +2,34 @@
 
 import hashlib
 import itertools
+import json
 import os
 import random
+import re
+import shutil
 import signal
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import zarr
+import zarr.storage._local as local
 
 from ffnlab import build
+from ffnlab.errors import UserError
 from ffnlab.nn import crossover
 from ffnlab.probe import Observer
 from ffnlab.processes import Processes
+from ffnlab.record.checkpoint import load, save
 from ffnlab.record.files import HashedFile
 from ffnlab.record.same import unequal
 from ffnlab.recorded import Recorded
 from ffnlab.run import run
 from ffnlab.session import Session
+from ffnlab.verbs.verify import findings
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 TINY = [
@@ -243,3 +253,148 @@ def test_killed_after_the_budget_of_the_record_was_used_up(
     more = ["probe=[activity,trace]", "probe.every=1", "probe.budget_gib=1.4e-5"]
     with pytest.warns(UserWarning, match=r"has reached probe.budget_gib=1.4e-05 at step [45]:"):
         check(more, [("row", 4), ("row", 7)], fed, tmp_path)
+
+
+WRITES = [
+    (os, "fsync"),
+    (os, "replace"),
+    (os, "truncate"),
+    (Path, "rename"),
+    (Path, "unlink"),
+    (local, "_put"),
+]
+
+
+def dying_at_write(patch: pytest.MonkeyPatch, n: int) -> None:
+    """This process gets SIGKILL before or after its n-th write, sync, rename or removal of a file."""
+    left = [n]
+
+    def counted(real: Callable) -> Callable:
+        def call(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0 and n % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            value = real(*args, **options)
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return value
+
+        return call
+
+    for owner, name in WRITES:
+        patch.setattr(owner, name, counted(getattr(owner, name)))
+    # a builtin cannot be patched: the file of the metrics is one that counts
+    patch.setattr("ffnlab.record.metrics.FileIO", type("File", (FileIO,), {"write": counted(FileIO.write)}))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*holds no checkpoint yet")
+def test_killed_at_any_write(fed: Callable, tmp_path: Path):
+    """Of metrics, neurons, checkpoints, run.json and the lock; again and again in one run."""
+    cfg, choices = build.compose([*TINY, "probe=activity", "checkpoint.every=2", "checkpoint.keep_last=2"])
+    whole, other, ended, kills = tmp_path / "whole", tmp_path / "killed", list[Path](), 0
+    start(cfg, choices, whole)
+    draw = random.Random(0)  # noqa: S311
+    for n in draw.sample(range(1, 130), 16):
+        child = os.fork()
+        if child == 0:
+            try:
+                dying_at_write(pytest.MonkeyPatch(), n)
+                start(cfg, choices, other)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, -signal.SIGKILL)
+        kills += code == -signal.SIGKILL
+        if code == 0:  # it came to its end before: another one
+            ended.append(other)
+            other = tmp_path / f"killed-{len(ended)}"
+    start(cfg, choices, other)
+    assert kills >= 10
+    for each in (*ended, other):
+        assert list(unequal(whole, each)) == []
+        assert list(findings(each)) == []
+        assert not [path for path in each.rglob("*") if path.name.endswith((".tmp", ".partial", ".old"))]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(tmp_path: Path):
+    """T8; and what `unequal` would see of a difference."""
+    small = [*TINY, "train.steps=3", "model.n_layers=1", "train.eval_every=10"]
+    for name, more in {"a": [], "b": [], "c": ["seed=1"]}.items():
+        start(*build.compose([*small, *more]), tmp_path / name)
+    a, b, c = (tmp_path / name for name in "abc")
+    assert list(unequal(a, b)) == []
+    said = "\n".join(unequal(a, c))
+    for words in (
+        "metrics.jsonl: line 1 (step 0 and 0)",
+        "neurons.zarr/L00/",
+        "step-000003: model /",
+        "trainer /",
+    ):
+        assert words in said
+
+
+def test_unequal_sees_one_bit_a_lost_row_and_a_lost_checkpoint(tmp_path: Path):
+    start(*build.compose([*TINY, "train.steps=3", "model.n_layers=1"]), tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    lines = (tmp_path / "b/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "b/metrics.jsonl").write_text("".join(lines[:-1]))
+    zarr.open_group(tmp_path / "b/neurons.zarr")["L00/preact/mean"][1, 5] += 1e-6  # type: ignore[index]
+    model, trainer = load(tmp_path / "b/checkpoints/step-000003")
+    shutil.rmtree(tmp_path / "b/checkpoints")
+    trainer["progress"]["time_s"] += 1
+    name = next(iter(trainer["optimizer"]))
+    next(iter(trainer["optimizer"][name].values())).view(torch.int32)[0] ^= 1
+    save(tmp_path / "b", 3, model, trainer, None)
+    save(tmp_path / "b", 2, model, trainer, None)
+    assert list(unequal(tmp_path / "a", tmp_path / "b")) == [
+        "metrics.jsonl: 4 and 3 lines; those that both have are equal",
+        "neurons.zarr/L00/preact/mean: 1 of 3 rows differ, the first is row 1",
+        f"checkpoints/step-000002: only in {tmp_path / 'b'}",
+        f"checkpoints/step-000003: trainer /optimizer/{name}/momentum_buffer differ",
+    ]
+
+
+def test_what_differs_between_two_machines_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cfg, choices = build.compose([*TINY, "train.steps=4", "model.n_layers=1", "probe=[]"])
+    killed(lambda: start(cfg, choices, tmp_path / "run"), "row", 4)
+    info = json.loads((tmp_path / "run/run.json").read_text())
+    info |= {"instruction_set": "x86_64 AVX2", "versions": {"torch": "2.0"}, "threads": 3}
+    (tmp_path / "run/run.json").write_text(json.dumps(info | {"device": {"type": "cpu", "name": "Abacus"}}))
+    with pytest.warns(UserWarning, match="not bit-exact") as caught:
+        start(cfg, choices, tmp_path / "run")
+    said = "\n".join(str(warning.message) for warning in caught)
+    assert re.search(
+        r"another processor \(.* instead of Abacus\); instruction set \(.* instead of x86_64 AVX2\)", said
+    )
+    assert f"torch ({torch.__version__} instead of 2.0): not bit-exact" in said
+    assert "1 threads instead of 3 before: this resume is not bit-exact" in said
+    with pytest.raises(UserError, match=r"train\.threads: 1 there, 2 here"):
+        start(*build.compose([*TINY, "train.steps=4", "train.threads=2"]), tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_twenty_runs_start_in_the_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without out=, on data that nobody has tokenised yet: twenty directories, each a whole run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FFNLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("ffnlab.nn.rate.measure", lambda *_, **__: 1e9)
+    cfg, choices = build.compose([*TINY, "train.steps=1", "model.n_layers=1", "probe=[]", "tokenizer=char"])
+    gate, opened = os.pipe()
+    children = []
+    for _ in range(20):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                os.close(opened)
+                os.read(gate, 1)  # until the parent lets all go at once
+                run(cfg, choices)
+                os._exit(0)
+            finally:
+                os._exit(1)
+    os.close(opened)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 20
+    runs = sorted((tmp_path / "outputs").iterdir())
+    assert len(runs) == 20
+    assert [line for path in runs for line in (*findings(path), *unequal(runs[0], path))] == []

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import zarr
 
+from ffnlab.errors import UserError
 from ffnlab.verbs import verify
 
 
@@ -127,7 +128,7 @@ DAMAGES = {
 }
 
 
-def said(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[int, str]:
+def said(capsys: pytest.CaptureFixture[str], *paths: Path | str) -> tuple[int, str]:
     parser = argparse.ArgumentParser()
     verify.add_arguments(parser)
     code = verify.run(parser.parse_args([str(path) for path in paths]))
@@ -153,3 +154,17 @@ def test_every_kind_of_damage_is_found(
     assert words in text
     assert text.startswith(f"{whole}: whole\n")
     assert hashes(run) == before
+
+
+def test_another_run_is_not_the_same(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    assert said(capsys, run, "--same-as", whole) == (0, f"{run}: whole\n")
+    array(run, "L00/preact/sd")[2, 3] = 7.0
+    code, text = said(capsys, run, "--same-as", whole)
+    assert code == 1
+    assert "neurons.zarr/L00/preact/sd: 1 of 7 rows differ, the first is row 2" in text
+    edit("metrics.jsonl", lambda text: "torn\n" + text)(run)
+    assert "is not a metrics row" in said(capsys, run, "--same-as", whole)[1]
+    with pytest.raises(UserError, match="none does not exist"):
+        said(capsys, run, "--same-as", tmp_path / "none")

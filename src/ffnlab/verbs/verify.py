@@ -17,6 +17,7 @@ from ffnlab.record.checkpoint import broken
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.rundir import STATUSES, load_config, read_info
 from ffnlab.record.runs import no_run
+from ffnlab.record.same import unequal
 from ffnlab.record.tensors import load_weights
 
 AGAIN = "the command of the run with the same out= goes on from the newest complete checkpoint"
@@ -24,19 +25,32 @@ AGAIN = "the command of the run with the same out= goes on from the newest compl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    about = "also say where results differ, in any bit, from those of this run"
+    parser.add_argument("--same-as", type=Path, metavar="RUN", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
     worst = 0
-    if missing := [path for path in args.runs if not path.is_dir()]:
+    given = [*args.runs, *([args.same_as] if args.same_as else [])]
+    if missing := [path for path in given if not path.is_dir()]:
         raise UserError(*map(no_run, missing))
     for path in args.runs:
         found = list(findings(path))
+        if args.same_as is not None:
+            found += differing(args.same_as, path)
         print(f"{path}: {f'{len(found)} found' if found else 'whole'}")
         for finding in found:
             print(f"  - {finding}")
         worst = max(worst, bool(found))
     return worst
+
+
+def differing(other: Path, path: Path) -> list[str]:
+    """Where the results of two runs differ."""
+    try:
+        return list(unequal(other, path))
+    except UserError as error:  # of a metrics.jsonl that cannot be read
+        return [str(error)]
 
 
 def findings(path: Path) -> Iterator[str]:

@@ -25,6 +25,7 @@ from ffnlab.probe import Observer
 from ffnlab.processes import Processes
 from ffnlab.record.checkpoint import load, save
 from ffnlab.record.files import HashedFile
+from ffnlab.record.rundir import read_info
 from ffnlab.record.same import unequal
 from ffnlab.recorded import Recorded
 from ffnlab.run import run
@@ -51,9 +52,9 @@ ALL_PROBES = f"probe=[{','.join(names('probe'))}]"
 SPARSE = {"mlp", "paired", "reglu", "reglu2", "tied_reglu"}  # FFNs that have a sparse way with a ReLU
 # Checkpoints are made after steps 3, 6 and 8; validation is at 0, 4 and 8; the second epoch begins in step 4.
 KILLS: dict[str, list[Point]] = {
-    "twice in the second epoch": [("row", 5), ("row", 7)],
-    "evaluations": [("evaluation", 4), ("evaluation", 8)],
-    "saves": [("save", 6), ("saved", 8)],
+    "in the second epoch": [("row", 7)],
+    "evaluation": [("evaluation", 8)],
+    "save": [("save", 6)],
 }
 FACTORS: dict[str, dict[str, list[str]]] = {
     "ffn": {name: [f"ffn={name}"] for name in names("ffn")},
@@ -80,30 +81,24 @@ FACTORS: dict[str, dict[str, list[str]]] = {
 Case = dict[str, str]
 
 
-def fits(case: Case) -> bool:
-    """What can be built: the sparse way is for some FFNs."""
-    return case.get("kernel", "dense") == "dense" or case.get("ffn", "mlp") in SPARSE
-
-
 def covering() -> list[Case]:
-    """Cases in which every pair of choices that fit each other meets at least once: greedily, the best of
-    some random cases at a time.
+    """Every FFN meets two choices of every factor (all of three would double the cases), and those with a
+    sparse way all kernels; every pair of the other choices meets at least once.
     """
     draw = random.Random(0)  # noqa: S311  # always the same cases
-    todo = {
-        frozenset([(f, x), (g, y)])
-        for f, g in itertools.combinations(FACTORS, 2)
-        for x in FACTORS[f]
-        for y in FACTORS[g]
-        if fits({f: x, g: y})
-    }
     cases = []
+    for ffn in FACTORS["ffn"]:
+        order = {f: draw.sample(list(choices), len(choices)) for f, choices in FACTORS.items()}
+        order |= {"ffn": [ffn]} | ({} if ffn in SPARSE else {"kernel": ["dense"]})
+        cases += [{f: row[k % len(row)] for f, row in order.items()} for k in range(2 + (ffn in SPARSE))]
+    pairs = itertools.combinations([f for f in FACTORS if f != "ffn"], 2)
+    todo = {frozenset([(f, x), (g, y)]) for f, g in pairs for x in FACTORS[f] for y in FACTORS[g]}
+    todo = {pair for pair in todo if not any(pair <= case.items() for case in cases)}
     while todo:
-        start = dict(min(todo, key=sorted))  # one pair that is open yet
-        tried = ({f: draw.choice(list(FACTORS[f])) for f in FACTORS} | start for _ in range(60))
-        best = max(filter(fits, tried), key=lambda case: sum(pair <= case.items() for pair in todo))
-        todo = {pair for pair in todo if not pair <= best.items()}
-        cases.append(best)
+        start = {"ffn": "mlp", **dict(min(todo, key=sorted))}  # one that is open yet
+        tried = [{f: draw.choice(list(FACTORS[f])) for f in FACTORS} | start for _ in range(100)]
+        cases.append(max(tried, key=lambda case: sum(pair <= case.items() for pair in todo)))
+        todo = {pair for pair in todo if not pair <= cases[-1].items()}
     return cases
 
 
@@ -218,7 +213,7 @@ def test_killed_before_a_checkpoint_and_in_a_save(fed: Callable, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", covering(), ids=named)
-def test_killed_twice(case: Case, fed: Callable, tmp_path: Path):
+def test_killed_and_resumed(case: Case, fed: Callable, tmp_path: Path):
     overrides = [word for factor, choice in case.items() for word in FACTORS[factor][choice]]
     check(overrides, KILLS[case["killed"]], fed, tmp_path)
 
@@ -226,8 +221,9 @@ def test_killed_twice(case: Case, fed: Callable, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*holds no checkpoint yet")
 def test_killed_at_every_step(fed: Callable, tmp_path: Path):
-    more = [ALL_PROBES, "skip=unet", "model.n_layers=4", "threshold=learned"]
-    check(more, [("row", step) for step in range(9)], fed, tmp_path)
+    """One run, killed after each of its rows, with all probes; and between its last save and its status."""
+    more = [ALL_PROBES, "threshold=learned"]
+    check(more, [*(("row", step) for step in range(9)), ("saved", 8)], fed, tmp_path)
 
 
 @pytest.mark.slow
@@ -294,7 +290,7 @@ def test_killed_at_any_write(fed: Callable, tmp_path: Path):
     cfg, choices = build.compose([*TINY, "probe=activity", "checkpoint.every=2", "checkpoint.keep_last=2"])
     whole, other, ended, kills = tmp_path / "whole", tmp_path / "killed", list[Path](), 0
     start(cfg, choices, whole)
-    draw = random.Random(0)  # noqa: S311
+    draw, known = random.Random(0), dict[Path, str]()  # noqa: S311
     for n in draw.sample(range(1, 130), 16):
         child = os.fork()
         if child == 0:
@@ -307,6 +303,9 @@ def test_killed_at_any_write(fed: Callable, tmp_path: Path):
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code in (0, -signal.SIGKILL)
         kills += code == -signal.SIGKILL
+        if (other / "run.json").exists():
+            assert known.setdefault(other, read_info(other)["id"]) == read_info(other)["id"]
+        assert other not in known or (other / "run.json").exists()
         if code == 0:  # it came to its end before: another one
             ended.append(other)
             other = tmp_path / f"killed-{len(ended)}"

@@ -222,7 +222,7 @@ def test_killed_and_resumed(case: Case, fed: Callable, tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:.*holds no checkpoint yet")
 def test_killed_at_every_step(fed: Callable, tmp_path: Path):
     """One run, killed after each of its rows, with all probes; and between its last save and its status."""
-    more = [ALL_PROBES, "threshold=learned"]
+    more = [ALL_PROBES, "threshold=learned", "model.n_layers=1"]
     check(more, [*(("row", step) for step in range(9)), ("saved", 8)], fed, tmp_path)
 
 

@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import zarr
 
-from ffnlab.record.checkpoint import load
+from ffnlab.record.same import unequal
 
 TINY = [
     "model.n_layers=4", "model.d_model=16", "model.n_heads=2", "model.seq_len=16", "data=counting",
@@ -53,36 +52,6 @@ def rows(out: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "time_s" and not k.startswith("perf/")} for line in lines]
 
 
-def arrays(out: Path) -> dict[str, np.ndarray]:
-    group = zarr.open_group(out / "neurons.zarr", mode="r")
-    found: dict[str, np.ndarray] = {}
-
-    def walk(node: zarr.Group, path: str) -> None:
-        for name, member in node.members():
-            if isinstance(member, zarr.Group):
-                walk(member, f"{path}{name}/")
-            else:
-                found[path + name] = np.asarray(member[...])
-
-    walk(group, "")
-    return found
-
-
-def assert_same(a: Path, b: Path, step: int) -> None:
-    """Metrics, per-neuron arrays, weights and optimizer state are equal to the bit."""
-    assert rows(a) == rows(b)
-    seen = arrays(a)
-    assert seen.keys() == arrays(b).keys()
-    for name, array in arrays(b).items():
-        np.testing.assert_array_equal(array, seen[name], err_msg=name)
-    (wa, ta), (wb, tb) = (load(run / f"checkpoints/step-{step:06d}") for run in (a, b))
-    assert all(torch.equal(wa[name], wb[name]) for name in wa)
-    for label, pairs in ta["probes"].get("crossings", {}).items():
-        assert all(torch.equal(v, tb["probes"]["crossings"][label][k]) for k, v in pairs.items())
-    for name, state in ta["optimizer"].items():
-        assert all(torch.equal(v, tb["optimizer"][name][k]) for k, v in state.items())
-
-
 @pytest.mark.slow
 def test_killed_twice_then_resumed(tmp_path: Path, root: Path):
     """SIGKILL before the first checkpoint, in mid-run, at an evaluation: the end is the same, also for probes
@@ -95,10 +64,10 @@ def test_killed_twice_then_resumed(tmp_path: Path, root: Path):
         assert json.loads((tmp_path / "killed/run.json").read_text())["status"] == "running"
     last = train(root, tmp_path / "killed", ALL_PROBES)
     assert last.returncode == 0, last.stderr
-    assert_same(tmp_path / "whole", tmp_path / "killed", 20)
-    seen = arrays(tmp_path / "whole")
+    assert list(unequal(tmp_path / "whole", tmp_path / "killed")) == []
+    seen: Any = zarr.open_group(tmp_path / "whole/neurons.zarr", mode="r")
     assert seen["L00/trace/preact"].shape == (21, 16, 64)
-    assert seen["L00/crossings/flips_mean"].max() > 0
+    assert seen["L00/crossings/flips_mean"][:].max() > 0
 
 
 @pytest.mark.slow
@@ -118,7 +87,7 @@ def test_signal_saves_and_the_same_command_goes_on(tmp_path: Path, root: Path, s
     assert "Traceback" not in err
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "interrupted"
     assert train(root, tmp_path / "run", "train.steps=200").returncode == 0
-    assert_same(tmp_path / "whole", tmp_path / "run", 200)
+    assert list(unequal(tmp_path / "whole", tmp_path / "run")) == []
 
 
 @pytest.mark.slow

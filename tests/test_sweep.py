@@ -1,5 +1,6 @@
 """Sweeps: which jobs a command line makes, where they go, and that nothing a job does can end the sweep."""
 
+import errno
 import io
 import json
 import math
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from ffnlab.errors import UserError
 from ffnlab.explain import config_loader
+from ffnlab.record.same import unequal
 from hydra_plugins.ffnlab_sweep import _start, _view
 from hydra_plugins.ffnlab_sweep._jobs import Job, digest, expand, slug
 from hydra_plugins.ffnlab_sweep._tune import Tune
@@ -393,6 +395,29 @@ def test_no_job_can_end_the_sweep(
     assert "RuntimeError: boom" in (here / "outputs/x/1-raise.log").read_text()
 
 
+def test_a_job_that_cannot_be_started_does_not_end_the_sweep(here: Path, monkeypatch: pytest.MonkeyPatch):
+    """The disk is full when its log is opened."""
+    real = _start.start
+
+    def start(train: str, words: Sequence[str], out: Path, index: int) -> subprocess.Popen[bytes]:
+        if index == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(train, words, out, index)
+
+    monkeypatch.setattr(_start, "start", start)
+    outs, ended = launch(here, monkeypatch, ["ok", "ok", "ok"])
+    assert ended == ["ok", f"cannot be started: [Errno 28] {os.strerror(errno.ENOSPC)}", "ok"]
+    assert [status(out) for out in outs] == ["done", None, "done"]
+
+
+@pytest.mark.slow
+def test_twenty_jobs_start_at_once(here: Path, monkeypatch: pytest.MonkeyPatch):
+    outs, ended = launch(here, monkeypatch, ["ok"] * 20, parallel=20)
+    assert ended == ["ok"] * 20
+    assert len(set(outs)) == 20
+    assert {json.loads((out / "run.json").read_text())["env"] for out in outs} == set(map(str, range(20)))
+
+
 def test_a_job_that_hangs_is_ended_politely_then_killed(here: Path, monkeypatch: pytest.MonkeyPatch):
     outs, ended = launch(
         here, monkeypatch, ["wait", "stubborn", "ok"], parallel=3, timeout_s=1.5, grace_s=1.0
@@ -573,7 +598,8 @@ TINY = [
 
 @pytest.mark.slow
 def test_a_real_sweep(tmp_path: Path, root: Path):
-    command = [sys.executable, str(root / "train.py"), "-m", "ffn=mlp,swiglu", "tokenizer=byte", *TINY]
+    words = ["-m", "ffn=mlp,swiglu", "tokenizer=byte", *TINY, "train.threads=1"]
+    command = [sys.executable, str(root / "train.py"), *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = sorted(p for p in (tmp_path / "outputs/sweep").iterdir() if p.is_dir())
@@ -583,3 +609,7 @@ def test_a_real_sweep(tmp_path: Path, root: Path):
     done = subprocess.run([*command, "seed=0"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0
     assert done.stdout.count("done (before)") == 2
+    # T8: a job alone is the job in a sweep
+    words = ["ffn=swiglu", "tokenizer=byte", *TINY, "train.threads=1", "out=alone"]
+    subprocess.run([command[0], command[1], *words], cwd=tmp_path, capture_output=True, check=True)
+    assert list(unequal(tmp_path / "alone", runs[1])) == []

@@ -129,10 +129,24 @@ def check_same_run(session: Session, before: Mapping[str, Any]) -> None:
         )
     if problems:
         raise UserError(*problems)
-    now = f"{session.device.type}, {instruction_set()}"
-    then = f"{before.get('device', {}).get('type')}, {before.get('instruction_set')}"
-    if "device" in before and now != then:
-        warnings.warn(f"resumed on another machine ({now} instead of {then}): not bit-exact", stacklevel=2)
+    if differing := other_machine(before, session.device):
+        warnings.warn(f"resumed with another {'; '.join(differing)}: not bit-exact", stacklevel=2)
+
+
+def other_machine(before: Mapping[str, Any], device: torch.device) -> list[str]:
+    """What the bits of a result depend on and is not as run.json says; threads are part of the
+    configuration.
+    """
+    there, versions = before.get("device", {}), before.get("versions", {})
+    pairs = {
+        "device": (there.get("type"), device.type),
+        "processor": (there.get("name"), device_name(device)),
+        "instruction set": (before.get("instruction_set"), instruction_set()),
+        "torch": (versions.get("torch"), torch.__version__),
+    }
+    return [
+        f"{what} ({now} instead of {then})" for what, (then, now) in pairs.items() if then not in (None, now)
+    ]
 
 
 def token_texts(session: Session) -> dict[str, Any] | None:

@@ -147,8 +147,9 @@ class Recorded:
         where it is damaged.
         """
         step = self.progress.step if resumed else -1
-        for part in (self.metrics.path, self.neurons.path) if resumed else ():
-            if not part.exists():
+        kept = {self.metrics.path: True, self.neurons.path: bool(self.session.observer.probes)}
+        for part, expected in kept.items() if resumed else ():
+            if expected and not part.exists():
                 warnings.warn(f"{part} is missing: the record begins after step {step}", stacklevel=2)
         self.metrics.truncate(step if self.progress.pending is None else step - 1)
         self.last = Row()
@@ -156,6 +157,7 @@ class Recorded:
             self.last |= row
         try:
             self.neurons.truncate(step)
+            self.neurons.restore(self.session.recorded)
         except UserError:
             raise
         except Exception as error:
@@ -219,7 +221,8 @@ class Recorded:
         self.metrics.sync()
         self.neurons.flush()
         try:
-            save(self.rundir.path, step, s.model.state_dict(), s.state(progress), s.checkpoint.keep_last)
+            state = s.state(progress) | {"record": self.neurons.state()}
+            save(self.rundir.path, step, s.model.state_dict(), state, s.checkpoint.keep_last)
         except FloatingPointError as error:
             raise Diverged(f"step {step}: {error}") from error
 

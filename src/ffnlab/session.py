@@ -67,6 +67,7 @@ class Session:
             autocast=self.autocast,
         )
         self.windows = self.data.probe_tokens(self.probe.tokens)[0].to(self.device)
+        self.recorded: dict[str, Any] = {}  # of the record, as the checkpoint that was restored has it
         self.record_bytes = self.observer.check_budget(scans=self.train.steps // self.train.eval_every + 2)
         self.observer.cost = dict.fromkeys(
             self.observer.cost, 0.0
@@ -187,6 +188,7 @@ class Session:
         self.scaler.load_state_dict(trainer["scaler"])
         self.observer.restore(trainer.get("probes", {}))
         self.kernels.restore(trainer.get("kernels", {}))
+        self.recorded = trainer.get("record", {})
         return Progress(**trainer["progress"])
 
 

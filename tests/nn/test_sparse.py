@@ -139,6 +139,25 @@ def test_the_turned_matrix_is_kept_only_while_it_is_right(make_ffn):
         torch.testing.assert_close(ffn(x), 2 * first)
 
 
+@pytest.mark.parametrize("unit", ["mlp", "dual_path"])
+@pytest.mark.parametrize("optim", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_turned_matrix_is_that_of_the_last_update(
+    make_ffn, unit: str, optim: type[torch.optim.Optimizer]
+):
+    """A fused step changes the weights and leaves their version as it was."""
+    ffn = make_ffn(unit)
+    way, x = SparseWay(on=True), torch.randn(8, 16)
+    inner = optim(ffn.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        with torch.no_grad():
+            ffn.kernel = None
+            dense = ffn(x)
+            ffn.kernel = way
+            torch.testing.assert_close(ffn(x), dense)
+        ffn(x).square().sum().backward()
+        inner.step()
+
+
 def test_dropout_drops_hidden_values_and_keeps_their_mean(make_ffn):
     ffn = make_ffn("mlp", "relu", d_ff=64, dropout=0.5)
     x = torch.randn(1, 16)

@@ -16,7 +16,7 @@ import torch
 from ffnlab.errors import UserError
 from ffnlab.record import checkpoint, files
 from ffnlab.record.checkpoint import CheckpointSettings, load, newest_complete, resumable, save, save_weights
-from ffnlab.record.tensors import load_weights
+from ffnlab.record.tensors import load_weights, pack
 
 
 def names(root: Path) -> list[str]:
@@ -54,6 +54,12 @@ def test_shared_tensors_are_stored_once(tmp_path: Path, state):
     assert size < 4 * (64 * 32 + 128 * 32) + 1000
     tensors, _ = load(path)
     assert tensors["head.weight"] is tensors["embed.weight"]
+
+
+def test_equal_weights_are_equal_files(state):
+    """In whatever order the library happens to put the metadata."""
+    files = {pack(state[0], 1) for _ in range(20)}
+    assert len(files) == 1
 
 
 def test_views_and_transposes_keep_their_values(tmp_path: Path):

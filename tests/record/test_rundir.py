@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 from pathlib import Path
 
@@ -242,6 +243,20 @@ def test_write_atomic_replaces_or_leaves(tmp_path: Path, monkeypatch: pytest.Mon
         write_atomic(tmp_path / "a", b"new")
     assert (tmp_path / "a").read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_kill_right_before_the_rename_leaves_the_old(tmp_path: Path):
+    write_atomic(tmp_path / "a", "old")
+    child = os.fork()
+    if child == 0:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Path, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                write_atomic(tmp_path / "a", "new")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert (tmp_path / "a").read_text() == "old"
 
 
 def test_a_full_or_read_only_disk_leaves_nothing(disk, tmp_path: Path):

@@ -135,7 +135,7 @@ class SparseWay:
 
     def __init__(self, *, on: bool):
         self.on = on
-        self.rows: tuple[tuple, Tensor] | None = None
+        self.rows: tuple[tuple, Tensor, Tensor | None] | None = None
 
     def takes(self, ffn: FFN) -> bool:
         """Whether the next call goes this way."""
@@ -145,17 +145,21 @@ class SparseWay:
         """y, and the hidden values that are not zero (nnz,)."""
         tokens = x.reshape(-1, ffn.d_model).to(as_product(x))
         found = HIDDEN[type(ffn).hidden](ffn, tokens)
-        matrix, bias = way_down(ffn)
-        rows = self.by_neuron(matrix, tokens.dtype)
+        rows, bias = self.by_neuron(ffn, tokens.dtype)
         y = kernels.spmm(found.crow, found.idx, ffn.dropout(found.values), rows)
         y = y if bias is None else y + bias.to(y.dtype)
         return y.view(*x.shape[:-1], ffn.d_model), found.values
 
-    def by_neuron(self, matrix: Float[Tensor, "D F"], dtype: torch.dtype) -> Float[Tensor, "F D"]:
-        """One row per neuron."""
+    def by_neuron(self, ffn: FFN, dtype: torch.dtype) -> tuple[Float[Tensor, "F D"], Tensor | None]:
+        """The way down with one row per neuron, and its bias."""
+        # What the matrix is made of, not itself: two matrices joined are a new tensor at every call.
+        key = (dtype, *((p.data_ptr(), p._version) for p in ffn.down.parameters()))
         if torch.is_grad_enabled():
-            return matrix.to(dtype).t().contiguous()
-        key = (matrix.data_ptr(), matrix._version, dtype)
-        if self.rows is None or self.rows[0] != key:
-            self.rows = key, matrix.to(dtype).t().contiguous()
-        return self.rows[1]
+            self.rows = None  # an optimizer may change the weights and not count it as a version
+        elif self.rows is not None and self.rows[0] == key:
+            return self.rows[1], self.rows[2]
+        matrix, bias = way_down(ffn)
+        rows = matrix.to(dtype).t().contiguous()
+        if not torch.is_grad_enabled():
+            self.rows = key, rows, bias
+        return rows, bias

@@ -56,12 +56,14 @@ class Metrics:
             os.fsync(self._file.fileno())
 
     def truncate(self, step: int) -> None:
-        """Keep the rows up to and including `step`: a resume goes on from there. Drops a torn last line."""
+        """Keep the rows up to and including `step`: a resume goes on from there. Drops a torn last line, and
+        the row of the test: a run that goes on comes to its end, and is tested, again.
+        """
         self.close()
         if not self.path.exists():
             return
         whole = self._lines()
-        kept = [line for line, row in whole if row["step"] <= step]
+        kept = [line for line, row in whole if row["step"] <= step and "test/loss" not in row]
         text = "".join(line + "\n" for line in kept)
         if text.encode() != self.path.read_bytes():
             write_atomic(self.path, text)

@@ -103,6 +103,16 @@ class NeuronRecord:
         self.bytes = self._stored_bytes() + self._waiting
         self._latest = min(self._latest, step)
 
+    def state(self) -> dict[str, Any]:
+        """How much of the budget is used, for a checkpoint: rows filled up with NaN do not count, and what
+        was stopped stays so.
+        """
+        return {"bytes": self.bytes, "over": self._over}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The counterpart of `state`, after `truncate`; an empty one changes nothing."""
+        self.bytes, self._over = state.get("bytes", self.bytes), state.get("over", self._over)
+
     def _append(self, group: str, events: dict[str, list[Event]]) -> None:
         arrays = self._arrays(group)
         if "step" not in arrays:

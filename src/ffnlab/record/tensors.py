@@ -30,7 +30,19 @@ def pack(model: dict[str, Tensor], step: int) -> bytes:
             tensor.contiguous() if whole else tensor.clone().contiguous()
         )  # a slice shares its storage
     metadata = {"format": "pt", "step": str(step), "aliases": json.dumps(aliases)}
-    return safetensors.torch.save(stored, metadata)
+    return in_order(safetensors.torch.save(stored, metadata))
+
+
+def in_order(raw: bytes) -> bytes:
+    """The same safetensors file with its metadata sorted: the library writes them in an order that changes
+    from process to process, so that equal weights would not be equal files.
+    """
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    assert len(text) <= end - 8
+    return b"".join([raw[:8], text.ljust(end - 8), memoryview(raw)[end:]])
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

@@ -89,8 +89,15 @@ class ProcessLauncher(Launcher):
             try:
                 while self.children or (queue and self.stopped is None):
                     while queue and len(self.children) < self.parallel and self.stopped is None:
-                        self.children.append(self._start(*queue.pop(0)))
-                        view.started(self.children[-1].out)
+                        index, overrides = queue.pop(0)
+                        out = _start.folder(overrides)
+                        view.started(out)
+                        try:
+                            self.children.append(self._start(index, overrides))
+                        except OSError as error:  # a full disk takes no log, a full machine no process
+                            problem = f"cannot be started: {error}"
+                            returns[index] = _start.ended(problem)
+                            view.ended(out, 0.0, problem, _start.log_of(out))
                     for child in [c for c in self.children if self._over(c)]:
                         self.children.remove(child)
                         problem = child.problem()

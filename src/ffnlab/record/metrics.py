@@ -7,6 +7,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from ffnlab import foreign
 from ffnlab.errors import UserError
 from ffnlab.record.files import disk_error, write_atomic
 
@@ -22,6 +23,7 @@ _FIRST = (
 )
 _GROUPS = ("train", "val", "test", "optim", "perf", "probe", "moe", "ffn")
 _NOT_FINITE = "/nonfinite"
+MOST_BYTES = 2**32  # a million steps of a kilobyte and more
 
 
 class Metrics:
@@ -88,19 +90,29 @@ class Metrics:
         return self._file
 
     def _lines(self) -> list[tuple[str, dict[str, Any]]]:
-        *whole, torn = self.path.read_bytes().decode(errors="replace").split("\n")
+        *whole, torn = foreign.read_bytes(self.path, most=MOST_BYTES).decode(errors="replace").split("\n")
         del torn  # what follows the last newline: nothing, or the row during which the process was killed
         rows = []
         for number, line in enumerate(whole, 1):
             try:
-                row = json.loads(line)
+                row = foreign.parse_json(line)
             except ValueError:
                 row = None
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not numbers(row):
                 got = f"{self.path}: line {number} is not a metrics row: {line[:60]!r}"
                 raise UserError(f"{got}: remove the lines from there on")
             rows.append((line, row))
         return rows
+
+
+def numbers(row: dict[str, Any]) -> bool:
+    """Whether all values are numbers or null, but for what names one that is not finite."""
+    return all(
+        value is None
+        or isinstance(value, int | float)
+        or (key.endswith(_NOT_FINITE) and value in ("nan", "inf", "-inf"))
+        for key, value in row.items()
+    )
 
 
 def plain(value: Any) -> Any:

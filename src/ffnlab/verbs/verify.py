@@ -15,6 +15,7 @@ from ffnlab.record.checkpoint import broken
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.rundir import STATUSES, load_config, read_info
 from ffnlab.record.runs import no_run
+from ffnlab.record.store import open_store
 
 AGAIN = "the command of the run with the same out= goes on from the newest complete checkpoint"
 
@@ -111,7 +112,7 @@ def wrong_neurons(store: Path, rows: list[dict[str, Any]]) -> Iterator[str]:
 
     last = max((row["step"] for row in rows), default=0)
     try:
-        members = dict(zarr.open_group(store, mode="r").members(max_depth=None))
+        members = dict(open_store(store).members(max_depth=None))
         arrays: dict[str, Any] = {k: node for k, node in members.items() if isinstance(node, zarr.Array)}
         groups = {name.rpartition("/")[0] for name in arrays}
         for group in sorted(groups):

@@ -1,5 +1,6 @@
 """Secrets in the environment (keys, tokens, passwords), kept out of all that is written."""
 
+import json
 import os
 import re
 import sys
@@ -22,9 +23,10 @@ def secrets(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def masked(text: str) -> str:
-    """`text` with $NAME in place of every secret."""
+    """`text` with $NAME in place of every secret, also where it stands as JSON or Python write it."""
     for value, name in secrets().items():
-        text = text.replace(value, f"${name}")
+        for spelt in (json.dumps(value)[1:-1], repr(value)[1:-1], value):
+            text = text.replace(spelt, f"${name}")
     return text
 
 

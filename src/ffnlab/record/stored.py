@@ -17,7 +17,7 @@ _RESTORE = (
 _CONFIG: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "train", "data", "tokenizer", "optim", "schedule", "attention"), (dict,)),
     **dict.fromkeys(("norm", "norm_ffn", "skip", "threshold", "act", "ffn", "logger", "probe"), (dict,)),
-    **{"checkpoint": (dict,), "stream": (dict,), "plugins": (list,), "seed": (int,)},
+    **{"checkpoint": (dict,), "stream": (dict, list), "plugins": (list,), "seed": (int,)},
     **dict.fromkeys(("out", "study", "arm"), (str,)),
 }
 _INFO: dict[str, tuple[type, ...]] = {
@@ -68,7 +68,7 @@ def _strange_targets(config: dict) -> list[str]:
         for target in foreign.targets(config)
         if not foreign.NAME.fullmatch(target)
         or "__" in target
-        or target.split(".")[0] not in ("ffnlab", *plugins)
+        or ("." in target and target.split(".")[0] not in ("ffnlab", *plugins))  # without a dot: no module
     ]
 
 

@@ -31,6 +31,7 @@ try:
 
     from ffnlab import explain
     from ffnlab.errors import UserError, internal, nearest, plain_warnings, report
+    from ffnlab.withheld import masked
 except ModuleNotFoundError as missing:
     sys.exit(
         f"train.py: no module {missing.name!r}. Run `make setup` once, then .venv/bin/python train.py ..."
@@ -231,8 +232,8 @@ def say(error: BaseException) -> int:
     elif type(error).__name__ == "Diverged":  # of ffnlab.train, which is slow to import
         code, problems = 3, [f"diverged: {error}"]
     elif SHOW_TRACEBACKS:
-        traceback.print_exception(error)
-    print(report(problems, "train.py"), file=sys.stderr)
+        print(masked("".join(traceback.format_exception(error))), file=sys.stderr)
+    print(masked(report(problems, "train.py")), file=sys.stderr)  # the log of a sweep's job is a file, too
     return code
 
 

@@ -20,7 +20,7 @@ SOURCES = sorted(
 )
 
 ZERO = {"nn", "data", "optim", "schedule", "probe", "record", "kernels", "formats"}
-BASE = {"errors", "cache"}  # what every part may import
+BASE = {"errors", "cache", "foreign", "withheld"}  # what every part may import
 ONE = {"clock", "device", "diagnose", "evaluate", "processes", "spikes", "stop", "train", "update"}
 CONFIG = {
     "config",

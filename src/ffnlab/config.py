@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ffnlab.errors import UserError, closest
+from ffnlab.withheld import refuse_secrets
 
 T = typing.TypeVar("T")
 LISTS = ("stream", "probe")  # groups that take several choices
@@ -91,6 +92,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
             )
     out = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(out, dict)
+    refuse_secrets(texts(out))
     return typing.cast(dict[str, Any], out)
 
 

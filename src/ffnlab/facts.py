@@ -5,7 +5,6 @@ last.
 import platform
 import shlex
 import subprocess
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from ffnlab.nn.rate import cpu_name
 from ffnlab.probe.base import layers
 from ffnlab.session import Session
 from ffnlab.train import Row
+from ffnlab.withheld import command
 
 MIB = 2**20
 SAID_FROM = 50 * MIB  # a record from this size on is announced
@@ -33,7 +33,7 @@ def facts(
 ) -> dict[str, Any]:
     """What run.json says about a run before its first step."""
     return {
-        "command": sys.argv,
+        "command": command(),
         "host": platform.node(),
         "choices": {
             **{group: name for group, name in choices.items() if not group.startswith("hydra/")},

@@ -29,6 +29,7 @@ from ffnlab.session import Session
 from ffnlab.stop import Stop, Stopped
 from ffnlab.train import Diverged, Progress, Rewind, Row, train
 from ffnlab.trouble import diagnose, finite, spike
+from ffnlab.withheld import masked
 
 
 class Recorded:
@@ -61,7 +62,7 @@ class Recorded:
         except UserError:
             raise
         except Exception:
-            quietly(write_atomic, self.rundir.path / "error.txt", traceback.format_exc())
+            quietly(write_atomic, self.rundir.path / "error.txt", masked(traceback.format_exc()))
             raise
         finally:
             self.end(status, at_end)

@@ -14,6 +14,7 @@ from ffnlab.record.rundir import RunDir, write_atomic
 from ffnlab.session import Session
 from ffnlab.train import Progress, Row
 from ffnlab.update import Batch
+from ffnlab.withheld import masked
 
 MAX_REWINDS = 5  # of a run: a spike that comes back has another cause than its batches
 MAX_SPIKES = 100  # that run.json lists
@@ -29,7 +30,7 @@ def diagnose(
     where = next(filter(None, map(words, found)), "all of it is finite when computed again")
     report = {"what": what, "where": where, "row_before": finite(before), "processes": found}
     path = run / f"diagnosis-{step:06d}.json"
-    quietly(write_atomic, path, json.dumps(report, indent=2) + "\n")
+    quietly(write_atomic, path, masked(json.dumps(report, indent=2)) + "\n")
     return f"{where} ({path.name})"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from ffnlab import foreign
 from ffnlab.analysis.figures import Drawing, Missing, Options, entries
 from ffnlab.analysis.runs import Run, reading
 from ffnlab.analysis.style import as_file, style
@@ -45,7 +46,7 @@ def write(drawing: Drawing, name: str, folder: Path, kind: str | None = None) ->
     drawing.picture.clear()
     known = {}
     with suppress(OSError, ValueError):  # there is none yet, or one that is not ours
-        known = dict(json.loads(captions.read_text(encoding="utf-8")))
+        known = dict(foreign.read_json(captions))
     text = json.dumps(known | {name: drawing.caption}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_atomic(captions, text)
     return path

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from ffnlab import foreign
 from ffnlab.errors import UserError, unknown
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.rundir import load_config, read_info
+from ffnlab.record.store import open_store
 
 LAYER = re.compile(r"L\d{2,}\w*")  # L03, L03_extra
 
@@ -61,7 +63,7 @@ class Run:
         import zarr
 
         with reading(self):
-            members = dict(zarr.open_group(root, mode="r").members(max_depth=None))
+            members = dict(open_store(root).members(max_depth=None))
         return sorted(
             {name.rpartition("/")[0] for name, node in members.items() if isinstance(node, zarr.Array)}
         )
@@ -89,16 +91,12 @@ class Run:
 
     def _open(self, group: str, **options: Any) -> xr.Dataset:
         root = self.path / "neurons.zarr"
-        return xr.open_zarr(root, group=group, consolidated=False, chunks=None, **options)
+        return xr.open_zarr(root, group=group, consolidated=False, chunks=None, zarr_format=3, **options)
 
     def _whole(self, group: str) -> xr.Dataset:
         """The steps that all arrays of a group have."""
-        import zarr
-
-        lengths = {
-            name: array.shape[0]
-            for name, array in zarr.open_group(self.path / "neurons.zarr", path=group, mode="r").arrays()
-        }
+        store: Any = open_store(self.path / "neurons.zarr")
+        lengths = {name: array.shape[0] for name, array in store[group].arrays()}
         steps = slice(min(lengths.values()))
         apart = [self._open(group, drop_variables=set(lengths) - {name}) for name in lengths]
         return xr.merge(part.isel(step=steps) for part in apart)
@@ -113,7 +111,7 @@ class Run:
             return {}
         try:
             return {
-                int(token): str(text) for token, text in json.loads(file.read_text("utf-8"))["text"].items()
+                int(token): str(text) for token, text in foreign.read_json(file, self.path)["text"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{file} does not hold the texts of tokens ({error}): move it away") from None

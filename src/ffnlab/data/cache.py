@@ -11,6 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ffnlab import foreign
 from ffnlab.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -34,7 +35,7 @@ def write_json(path: Path, data: dict) -> None:
 def read_json(path: Path) -> dict | None:
     """The object in a json file, or None when the file is missing or torn."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = foreign.read_json(path)
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None

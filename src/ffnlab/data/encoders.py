@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ffnlab import foreign
 from ffnlab.errors import UserError
 
 EOT = "<|endoftext|>"
@@ -167,7 +168,7 @@ class BPETokenizer(Tokenizer):
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """Read what `Tokenizer.save` wrote. Raises UserError when it is missing, torn or not a tokenizer."""
     try:
-        return from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return from_dict(foreign.read_json(Path(path)))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"cannot read the tokenizer {path}: {error}.") from error
     except UserError as error:

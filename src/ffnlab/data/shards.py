@@ -9,6 +9,7 @@ from typing import TypedDict
 import numpy as np
 
 from ffnlab.errors import UserError
+from ffnlab.foreign import inside, plain_name
 
 SHARD_TOKENS = 1 << 27
 
@@ -116,8 +117,13 @@ def open_shards(folder: Path, shards: Sequence[Shard], dtype: str) -> Tokens:
     gets the new time, so that a caller who stores the manifest again need not hash twice.
     """
     for shard in shards:
-        path = folder / shard["file"]
+        path = folder / str(shard["file"])
+        if not plain_name(shard["file"]):
+            raise UserError(
+                f"{folder}: the manifest names {shard['file']!r}, no file in it. {_AGAIN} {folder}"
+            )
         try:
+            inside(path, folder)
             stat = path.stat()
             same = stat.st_size == shard["size"]
             if same and stat.st_mtime_ns != shard["mtime_ns"]:

@@ -4,7 +4,6 @@ Nothing in it can run code: json and safetensors are data, pickles are not opene
 of the folder.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import safetensors
 import torch
 
+from ffnlab import foreign
 from ffnlab.errors import UserError
 from ffnlab.formats.names import State
 
@@ -92,10 +92,10 @@ def no_weights(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """An object out of a json file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = foreign.read_json(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: expected a folder that save_pretrained wrote") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a json object")
@@ -109,7 +109,7 @@ def weight_map(path: Path) -> dict[str, str]:
         raise UserError(f"{path / INDEX}: expected a weight_map from tensors to files")
     problems = []
     for file in sorted({str(file) for file in entries.values()}):
-        if file != Path(file).name or "\\" in file or not file.endswith(".safetensors"):
+        if not foreign.plain_name(file) or not file.endswith(".safetensors"):
             problems.append(f"{INDEX}: {file!r} is not the name of a safetensors file in the folder")
         elif not (path / file).is_file():
             problems.append(f"{path / file} is missing; {INDEX} names it")
@@ -121,7 +121,7 @@ def weight_map(path: Path) -> dict[str, str]:
 def header(path: Path, file: str) -> dict[str, Stored]:
     """The tensors of one file, which is as long as its header says."""
     try:
-        with safetensors.safe_open(path / file, framework="pt") as stored:
+        with safetensors.safe_open(foreign.inside(path / file, path), framework="pt") as stored:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
             return {n: Stored(file, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
     except (OSError, safetensors.SafetensorError) as error:

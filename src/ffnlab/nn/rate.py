@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from ffnlab import foreign
+
 FILE = "matrix_rate.json"
 SIZE = {"cpu": 1024, "cuda": 8192, "mps": 4096}
 
@@ -77,7 +79,7 @@ def remember(cache: Path, device: torch.device, dtype: torch.dtype, rate: float)
 def read(path: Path) -> dict[str, float]:
     """The rates kept in `path`; none when it is missing or damaged."""
     try:
-        found = json.loads(path.read_text())
+        found = foreign.read_json(path)
         return {str(key): float(rate) for key, rate in found.items() if float(rate) > 0}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ffnlab import foreign
 from ffnlab.errors import UserError
 from ffnlab.record.files import HashedFile, disk_error, free_bytes, full_disk, sync_folder
 from ffnlab.record.tensors import load_weights, nbytes, pack
@@ -140,7 +141,7 @@ def newest_complete(root: Path) -> Path | None:
 def broken(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None: sizes and sha256 of its files against its manifest."""
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
+        manifest = foreign.read_json(path / "manifest.json", path.parents[1])
         if (
             manifest["format"] != 1
             or path.name != f"step-{manifest['step']:06d}"
@@ -148,7 +149,7 @@ def broken(path: Path) -> str | None:
         ):
             return "its manifest.json is not ours"
         for name, claim in manifest["files"].items():
-            size = (path / name).stat().st_size
+            size = foreign.inside(path / name, path.parents[1]).stat().st_size
             if size != claim["bytes"]:
                 return f"{name} has {size:,} bytes instead of {claim['bytes']:,}"
             with (path / name).open("rb") as file:
@@ -217,7 +218,7 @@ def _steps(folder: Path) -> list[Path]:
 def _owner(root: Path) -> str | None:
     """The id of the run, by which it knows its own checkpoints; None in a folder without run.json."""
     try:
-        return json.loads((root / "run.json").read_bytes()).get("id")
+        return foreign.read_json(root / "run.json", root).get("id")
     except FileNotFoundError:
         return None
 
@@ -241,7 +242,7 @@ def _rotate(folder: Path, newest: Path, owner: str | None, keep_last: int | None
 
 def _written_by(path: Path, owner: str | None) -> bool:
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
+        manifest = foreign.read_json(path / "manifest.json", path.parents[1])
         return manifest["format"] == 1 and manifest["run"] == owner
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -8,6 +8,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from ffnlab import foreign
 from ffnlab.errors import UserError
 from ffnlab.record.files import write_atomic
 
@@ -43,7 +44,7 @@ class Lock:
 
     def _read(self) -> dict | None:
         try:
-            owner = json.loads(self.path.read_text())
+            owner = foreign.read_json(self.path)
         except (FileNotFoundError, ValueError):
             return None
         return owner if isinstance(owner, dict) else None

@@ -7,6 +7,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from ffnlab import foreign
 from ffnlab.errors import UserError
 from ffnlab.record.files import disk_error, write_atomic
 
@@ -22,6 +23,7 @@ _FIRST = (
 )
 _GROUPS = ("train", "val", "test", "optim", "perf", "probe", "moe", "ffn")
 _NOT_FINITE = "/nonfinite"
+MOST_BYTES = 2**32  # a million steps of a kilobyte and more
 
 
 class Metrics:
@@ -90,7 +92,7 @@ class Metrics:
         return self._file
 
     def _lines(self) -> list[tuple[str, dict[str, Any]]]:
-        *whole, torn = self.path.read_bytes().decode(errors="replace").split("\n")
+        *whole, torn = foreign.read_bytes(self.path, most=MOST_BYTES).decode(errors="replace").split("\n")
         del torn  # what follows the last newline: nothing, or the row during which the process was killed
         rows = []
         for number, line in enumerate(whole, 1):
@@ -102,23 +104,30 @@ class Metrics:
         return rows
 
 
+def numbers(row: dict[str, Any]) -> bool:
+    """Whether all values are numbers or null, but for what names one that is not finite."""
+    return all(
+        value in ("nan", "inf", "-inf")
+        if key.endswith(_NOT_FINITE)
+        else value is None or isinstance(value, int | float)
+        for key, value in row.items()
+    )
+
+
 def plain(value: Any) -> Any:
     """A number as Python's own int or float: zero-dimensional tensors and numpy scalars are unpacked."""
     return value.item() if hasattr(value, "item") else value
 
 
 def as_row(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl as it was written; None where it is no row: no JSON object with a step, or a
-    value that is not finite has another name than nan, inf or -inf.
+    """A line of metrics.jsonl as it was written; None where it is no row: no JSON object of numbers with a
+    step.
     """
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = foreign.parse_json(line)
+    except ValueError:
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
-    said = [value for key, value in row.items() if key.endswith(_NOT_FINITE)]
-    return row if all(value in ("nan", "inf", "-inf") for value in said) else None
+    return row if isinstance(row, dict) and type(row.get("step")) is int and numbers(row) else None
 
 
 def _encode(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ffnlab.record.files import disk_error
+from ffnlab.record.store import open_store
 
 _GIB = 1024**3
 _CHUNK_EVENTS = 32
@@ -170,9 +171,7 @@ class NeuronRecord:
 
     def _store(self) -> Any:
         if self._root is None:
-            import zarr  # half a second: only a run that records pays it
-
-            self._root = zarr.open_group(self.path, mode="a", zarr_format=3)
+            self._root = open_store(self.path, "a")
         return self._root
 
     def _arrays(self, group: str) -> dict[str, Any]:

@@ -16,14 +16,12 @@ from ffnlab.errors import UserError
 from ffnlab.record.files import disk_error, write_atomic
 from ffnlab.record.lock import Lock
 from ffnlab.record.metrics import Metrics, plain
-from ffnlab.record.runs import no_run
+from ffnlab.record.stored import leaves, load_config, read_info
+from ffnlab.withheld import masked
 
 __all__ = ["Metrics", "RunDir", "differences", "load_config", "new_name", "read_info", "write_atomic"]
 
 STATUSES = ("running", "done", "diverged", "interrupted", "failed")
-_RESTORE = (
-    "restore it from a copy (train.py wrote it, and no tool changes it), or train anew with another out=..."
-)
 _OVER = ("done", "diverged")  # divergence is a result: the same config would diverge again
 
 
@@ -38,38 +36,13 @@ def differences(old: dict, new: dict, ignore: set[str]) -> list[str]:
 
     Keys are dotted; a key in `ignore` covers all below it.
     """
-    there, here = dict(_leaves(old)), dict(_leaves(new))
+    there, here = dict(leaves(old)), dict(leaves(new))
     lines = []
     for key in sorted(there.keys() | here.keys()):
         covered = any(key == skip or key.startswith(skip + ".") for skip in ignore)
         if not covered and not _same(there.get(key, ...), here.get(key, ...)):
             lines.append(f"{key}: {_shown(there, key)} there, {_shown(here, key)} here")
     return lines
-
-
-def load_config(run: Path) -> dict:
-    """The resolved config of a run as plain data. UserError when missing, broken or holding a '${'."""
-    path = run / "config.yaml"
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(no_run(run)) from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not text: {_RESTORE}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", from line {mark.line + 1} on" if mark else ""
-        raise UserError(f"{path} is not plain YAML{where}: {_RESTORE}") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): it must be readable to you") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds no keys (expected seed, model, train, ...): {_RESTORE}")
-    for key, value in _leaves(config):
-        if "${" in key or "${" in str(value):
-            raise UserError(
-                f"{path}: {key} holds '${{', which train.py never writes into the config of a run: {_RESTORE}"
-            )
-    return config
 
 
 class RunDir:
@@ -177,26 +150,6 @@ def _decide(
     return "done" if status in _OVER and not (grows and status == "done") else "resume"
 
 
-def read_info(path: Path) -> dict[str, Any]:
-    """What run.json of a run directory says; empty where there is none."""
-    try:
-        info = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        file, again = path / "run.json", "the command of the run with the same out= writes it anew"
-        raise UserError(f"{file} cannot be read ({error}): remove it, and {again}") from None
-    return info if isinstance(info, dict) else {}
-
-
-def _leaves(node: Any, key: str = ""):
-    if isinstance(node, dict) and node:
-        for name, value in node.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, node
-
-
 def _same(old: Any, new: Any) -> bool:
     """Equal, where 1 is 1.0 and nan is nan, but True is not 1."""
     return isinstance(old, bool) == isinstance(new, bool) and (old == new or repr(old) == repr(new))
@@ -218,5 +171,7 @@ def _jsonable(value: Any, finite: bool = False) -> Any:
         return [_jsonable(item, finite) for item in value]
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, str):
+        return masked(value)
     value = plain(value)
     return str(value) if finite and isinstance(value, float) and not math.isfinite(value) else value

@@ -9,6 +9,7 @@ import safetensors.torch
 from torch import Tensor
 
 from ffnlab.errors import UserError
+from ffnlab.foreign import parse_json
 
 
 def pack(model: dict[str, Tensor], step: int) -> bytes:
@@ -52,7 +53,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+            aliases = parse_json((file.metadata() or {}).get("aliases", "{}"))
         tensors = safetensors.torch.load_file(path)
         return tensors | {name: tensors[stored] for name, stored in aliases.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, safetensors.SafetensorError) as error:

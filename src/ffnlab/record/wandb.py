@@ -15,6 +15,7 @@ import numpy as np
 from ffnlab.errors import UserError, unknown
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.sinks import Sink, finite_edges
+from ffnlab.record.store import open_store
 
 _MODES = ("auto", "online", "offline", "disabled")
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -136,6 +137,7 @@ class WandbSink(Sink):
         """neurons.zarr as an artifact of the run."""
         import wandb
 
+        open_store(self._record)  # a link in it would send what it points to
         artifact = wandb.Artifact(f"neurons-{self._run.id}", type="neurons")
         artifact.add_dir(str(self._record))
         self._run.log_artifact(artifact)

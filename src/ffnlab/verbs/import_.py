@@ -6,7 +6,6 @@ and the probes take it like one that was trained.
 """
 
 import argparse
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from ffnlab.record.checkpoint import save
 from ffnlab.record.files import whole_folder
 from ffnlab.record.rundir import RunDir
 from ffnlab.validate import validate
+from ffnlab.withheld import command
 
 GPT2_TOKENS = 50257
 HEAD = "head.weight"
@@ -111,7 +111,7 @@ def facts(folder: Folder, cfg: Mapping[str, Any], choices: Mapping[str, Any], mo
     cost = total(count(model, model.seq_len).values())
     return {
         "status": "done",
-        "command": sys.argv,
+        "command": command(),
         "choices": {group: name for group, name in choices.items() if not group.startswith("hydra/")},
         "seeds": {"seed": cfg["seed"], "data": cfg["data"]["seed"]},
         "parameters": cost.parameters,

@@ -8,7 +8,6 @@ which sample, export, figures and the probes take like one that was trained.
 
 import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from ffnlab.trained import Trained
 from ffnlab.validate import validate
 from ffnlab.verbs import show
 from ffnlab.verbs.import_ import write
+from ffnlab.withheld import command
 
 LEAST = 0.25  # of d_model: the narrowest FFN that a configuration can say
 AT_ONCE = 8  # windows in a pass
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     costs = [total(count(model, model.seq_len).values()) for model in (large, small)]
     info = {
         "status": "done",
-        "command": sys.argv,
+        "command": command(),
         "parameters": costs[1].parameters,
         "flops_per_token": costs[1].flops_per_token,
         "versions": {"ffnlab": ffnlab.__version__, "torch": torch.__version__},

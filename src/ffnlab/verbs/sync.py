@@ -13,6 +13,7 @@ from typing import Any
 
 from ffnlab import build
 from ffnlab.errors import UserError
+from ffnlab.foreign import inside
 from ffnlab.record.metrics import Metrics
 from ffnlab.record.rundir import load_config, read_info
 from ffnlab.record.sinks import Sinks
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    runs = [run for path in args.runs for run in inside(path)]
+    runs = [run for path in args.runs for run in runs_of(path)]
     plans = [(path, load_config(path), read_info(path)) for path in runs]
     if unfit := [path for path, _, info in plans if not {"id", "name"} <= info.keys()]:
         raise UserError(
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(whole) else 1
 
 
-def inside(path: Path) -> list[Path]:
+def runs_of(path: Path) -> list[Path]:
     """A run directory itself, or the runs in a study folder, by name."""
     if (path / "config.yaml").exists():
         return [path]
@@ -63,7 +64,7 @@ def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.N
         copies.log(row)
         last.update(row)
     for picture in sorted((path / "figures").glob("*.png")):
-        copies.image(picture.stem, picture, int(last.get("step", 0)))
+        copies.image(picture.stem, inside(picture, path), int(last.get("step", 0)))
     final = {k: v for k, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
     if not copies.finish(str(info.get("status", "done")), final):
         print(f"{path}: NOT copied whole, for the reason above; the same command begins again")

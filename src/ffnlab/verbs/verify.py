@@ -18,6 +18,7 @@ from ffnlab.record.metrics import Metrics
 from ffnlab.record.rundir import STATUSES, load_config, read_info
 from ffnlab.record.runs import no_run
 from ffnlab.record.same import unequal
+from ffnlab.record.store import open_store
 from ffnlab.record.tensors import load_weights
 
 AGAIN = "the command of the run with the same out= goes on from the newest complete checkpoint"
@@ -187,7 +188,7 @@ def wrong_neurons(store: Path, rows: list[dict[str, Any]]) -> Iterator[str]:
 
     last = max((row["step"] for row in rows), default=0)
     try:
-        members = dict(zarr.open_group(store, mode="r").members(max_depth=None))
+        members = dict(open_store(store).members(max_depth=None))
         arrays: dict[str, Any] = {k: node for k, node in members.items() if isinstance(node, zarr.Array)}
         groups = {name.rpartition("/")[0] for name in arrays}
         for group in sorted(groups):

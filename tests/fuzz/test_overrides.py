@@ -158,6 +158,7 @@ def is_one_screen(key: str, value: str) -> None:
 @settings(max_examples=5)
 @example(key="schedule.warmup_frac", value="null")
 @example(key="plugins", value="x")
+@example(key="attention.bias", value="-1")
 @given(key=st.sampled_from(KEYS), value=WRONG)
 def test_wrong_values(key: str, value: str):
     is_one_screen(key, value)

@@ -125,6 +125,10 @@ class GatedFFN(FFN):
     """hidden = act(gate x) * up x: two input matrices, multiplied by neuron (Shazeer, arXiv 2002.05202).
 
     The activation sits on `gate`: its input is the pre-activation, the one that C is subtracted from.
+
+    Two products, not one with the joined matrix: forward and backward on 4096 tokens, two cores, one product
+    took 1.00 to 1.09 times as long at d_model 128, 512 and 768, in fp32 and bf16, and joining two matrices in
+    every call 1.00 to 1.17 times.
     """
 
     def __init__(

@@ -64,9 +64,8 @@ def compose(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def trusted(cfg: dict[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration, if packages whose code it may run are named on the command line, not by a file,
-    and no group has two choices, which Hydra would merge into one part.
-    """
+    """The configuration, if the command line names the packages whose code it may run, and each group has
+    one choice: Hydra would merge two into one part."""
     if cfg.get("plugins") and not any(line.lstrip("+").startswith("plugins=") for line in overrides):
         raise UserError(f"plugins={cfg['plugins']} comes from a file: name such packages on the command line")
     if several := [group for group, choice in choices.items() if group not in LISTS and lists(choice)]:
@@ -99,9 +98,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 def packages(cfg: Mapping[str, Any]) -> Sequence[str]:
     """Where classes of parts may come from: ffnlab and what the command line names."""
     if not fits(cfg["plugins"], list[str]):
-        raise UserError(
-            f"plugins={shown(cfg['plugins'])}: expected a list of packages, such as plugins=[mine]"
-        )
+        raise UserError(f"plugins={shown(cfg['plugins'])}: expected a list of packages, such as [mine]")
     return ("ffnlab", *cfg["plugins"])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ffnlab import build
-from ffnlab.config import GROUPS, check, factory, packages, settings, unknown_key
+from ffnlab.config import GROUPS, check, factory, fits, packages, settings, unknown_key
 from ffnlab.errors import UserError
 from ffnlab.layers import FFN_MATRICES, SHARED_FFN, act_part, ffn_maker, ffn_part, matrices
 from ffnlab.nn.gpt import ModelSettings
@@ -38,9 +38,9 @@ TOP = (
     "residual",
     "stream",
 )
-# `fit` builds these parts or compares their values, so it waits until each of them is well-formed.
+# `fit` builds these parts, so it waits until each of them is well-formed.
 FIT_NEEDS = ("model", "attention", "ffn", "act", "threshold", "skip", "stream", "residual", "norm", "data")
-FIT_NEEDS += ("tokenizer", "logger", "schedule", "optim", "unknown key", "_target_")
+FIT_NEEDS += ("tokenizer", "logger", "unknown key", "_target_")
 
 
 def validate(cfg: Mapping[str, Any]) -> None:
@@ -127,7 +127,8 @@ def fit(cfg: Mapping[str, Any]) -> list[str]:
     ]
     if {*range(model["n_layers"])} <= {*model["drop_attn"]} & {*model["drop_ffn"]}:
         problems.append("model.drop_attn and model.drop_ffn leave no sublayer in any layer")
-    if cfg["schedule"].get("warmup_frac", 0) + cfg["schedule"].get("decay_frac", 0) > 1:
+    shares = [cfg["schedule"].get(key, 0) for key in ("warmup_frac", "decay_frac")]
+    if all(fits(share, float) for share in shares) and sum(shares) > 1:
         problems.append("schedule.warmup_frac + schedule.decay_frac: expected at most 1")
     if cfg["optim"].get("nesterov") and not cfg["optim"].get("momentum"):
         problems.append("optim.nesterov=true needs optim.momentum > 0")

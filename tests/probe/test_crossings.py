@@ -23,7 +23,8 @@ def test_trace_is_the_preactivation_of_the_chosen_layers(gpt, observer, batch):
     assert name == "L02/trace/preact"
     assert dims == ("token", "neuron")
     assert array.dtype == np.float16
-    np.testing.assert_array_equal(array, inputs[0][batch[1]].detach().half())
+    want = inputs[0][batch[1]].detach().half()  # of another pass, whose last bit may round the other way
+    np.testing.assert_allclose(array, want, rtol=2e-3, atol=1e-6)
 
 
 def test_trace_takes_the_first_and_the_last_layer_with_an_ffn():

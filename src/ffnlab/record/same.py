@@ -11,6 +11,7 @@ from torch import Tensor
 from ffnlab.errors import UserError
 from ffnlab.record.checkpoint import load
 from ffnlab.record.metrics import Metrics
+from ffnlab.record.store import open_store
 
 # What a clock says, of rows and of the progress in a checkpoint.
 CLOCKS = ("time_s", "perf/tok_per_s", "perf/step_ms", "perf/probe_frac", "perf/mfu")
@@ -81,7 +82,7 @@ def _arrays(store: Path) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
         return {}
     import zarr
 
-    members = zarr.open_group(store, mode="r").members(max_depth=None)
+    members = open_store(store).members(max_depth=None)
     found: dict[str, Any] = {name: node for name, node in members if isinstance(node, zarr.Array)}
     return {
         name: (tuple(node.metadata.dimension_names), np.asarray(node[...])) for name, node in found.items()

@@ -158,11 +158,9 @@ def disagreeing(store: Path, rows: list[dict[str, Any]], until: int) -> Iterator
     if found and not store.exists():
         yield f"{store.name} is missing: what the neurons of this run did is lost but for its means"
         return
-    import zarr
-
     for layer, means in sorted(found.items()):
         try:
-            group: Any = zarr.open_group(store, path=f"{layer}/activity", mode="r")
+            group = open_store(store)[f"{layer}/activity"]
             steps, values = group["step"][:], group["active_frac"][:]
         except Exception:  # noqa: S112  # said by `wrong_neurons`
             continue

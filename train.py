@@ -36,6 +36,9 @@ except ModuleNotFoundError as missing:
     sys.exit(
         f"train.py: no module {missing.name!r}. Run `make setup` once, then .venv/bin/python train.py ..."
     )
+except KeyboardInterrupt:
+    print("train.py: interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
 class Passed(BaseException):

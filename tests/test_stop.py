@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,3 +184,12 @@ def test_a_run_is_stopped_in_every_phase_and_ends_alike(
     (a, ta), (b, tb) = (load(path / "checkpoints/step-000008") for path in (whole, out))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert ta["progress"] | {"time_s": 0} == tb["progress"] | {"time_s": 0}
+
+
+def test_an_interrupt_while_train_is_still_importing(root: Path, tmp_path: Path):
+    (tmp_path / "hydra.py").write_text("raise KeyboardInterrupt")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(root / "train.py")], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "train.py: interrupted\n")

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -277,3 +279,14 @@ def test_a_full_or_read_only_disk_leaves_nothing(disk, tmp_path: Path):
 def test_yaml_is_plain(tmp_path: Path):
     enter(tmp_path / "r").close()
     assert yaml.safe_load((tmp_path / "r" / "config.yaml").read_text()) == CONFIG
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path):
+    """But not what a living process is writing now."""
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True)
+    dead = tmp_path / f".tokens.json.{int(gone.stdout)}.tmp"
+    alive = tmp_path / f".sparsify.csv.{os.getpid()}.tmp"
+    for path in (dead, alive):
+        path.write_text("half")
+    enter(tmp_path).close()
+    assert (dead.exists(), alive.exists()) == (False, True)

@@ -37,6 +37,25 @@ def write_atomic(path: Path, data: str | bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def remove_left_over(folder: Path) -> None:
+    """Remove the temporary files in `folder` of writers that a kill ended."""
+    for path in folder.glob(".*.tmp"):
+        pid = path.name.split(".")[-2]
+        if pid.isdigit() and not _runs(int(pid)):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it. UserError when the disk refuses, or something else has the name."""
     try:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from ffnlab.errors import UserError
-from ffnlab.record.files import disk_error, write_atomic
+from ffnlab.record.files import disk_error, remove_left_over, write_atomic
 from ffnlab.record.lock import Lock
 from ffnlab.record.metrics import Metrics, plain
 from ffnlab.record.stored import leaves, load_config, read_info
@@ -113,6 +113,7 @@ class RunDir:
     def _begin(self, config: dict) -> None:
         if self.state == "done":
             return self.close()
+        remove_left_over(self.path)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=110)
         file = self.path / "config.yaml"
         if not file.exists() or file.read_text(encoding="utf-8") != text:  # ignored keys, or more steps

@@ -15,6 +15,7 @@ def crossover(rows: Iterable[Mapping[str, str]]) -> Figure:
     faster.
     """
     rows = list(rows)
+    densities = sorted({float(row["density"]) for row in rows})
     cases = sorted({(row["precision"], row["shape"]) for row in rows}, reverse=True)
     with style():
         picture = Figure(figsize=(8.0, 3.4), layout="constrained")
@@ -31,5 +32,7 @@ def crossover(rows: Iterable[Mapping[str, str]]) -> Figure:
                 axes.plot(density, bound, "--", color=GREY, linewidth=0.8)
             axes.axhline(1, color=GREY, linewidth=1)
             axes.set(xscale="log", title=title, xlabel="active fraction", ylabel="dense time / sparse time")
+            axes.set_xticks(densities, [f"{density:.0%}" for density in densities])
+            axes.minorticks_off()
         panels[0].legend()
     return picture

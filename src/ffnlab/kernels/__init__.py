@@ -18,10 +18,10 @@ PyTorch: every device and precision, small sizes).
 Floor, D = d_model, F = d_ff, T tokens, density p: each product does 2 p T F D operations and reads as many
 rows of D numbers as there are pairs, p T F D numbers: half an operation per byte in fp32, one in bf16, where
 the dense product reaches tens. So they are bound by the caches and not by the arithmetic. Two cores of a Zen
-5 (shared with other work) read 513 GB/s from L1 and 256 from L2 and do 403 GFLOP/s in fp32: L2 alone would
-allow 128 GFLOP/s in fp32, 256 in bf16. At 768 x 3072 and 10 % spmm reached 113 (89 %) and 197 (77 %), sddmm
-67 and 102, spmm_t, which turns the pattern first, 72 and 71; in bf16 rows pass in pairs, with one dot
-product of two numbers each. `ffnlab bench sparse` measures the caches and all products again.
+5 read 646 GB/s from L1 and 396 from L2 and do 725 GFLOP/s in fp32: L2 alone would allow 198 GFLOP/s in fp32,
+396 in bf16. At 768 x 3072 and 10 % spmm reached 147 (74 %) and 232 (58 %), sddmm 83 and 130, spmm_t, which
+turns the pattern first, 113 and 157; in bf16 rows pass in pairs, with one dot product of two numbers each.
+`ffnlab bench sparse` measures the caches and all products again.
 """
 
 from ffnlab.kernels.ops import column_sums, compact, sddmm, spmm, spmm_t, unavailable

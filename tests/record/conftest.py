@@ -118,4 +118,4 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
     yield mount
     for folder in mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # -l: a reader may not be collected yet

@@ -16,10 +16,9 @@ from torch import nn
 import ffnlab
 from ffnlab.device import instruction_set
 from ffnlab.errors import UserError
-from ffnlab.nn.count import TRAINING, walk
-from ffnlab.nn.ffn.base import FFN, FeedForward
+from ffnlab.layers import ffns
+from ffnlab.nn.count import TRAINING
 from ffnlab.nn.rate import cpu_name
-from ffnlab.probe.base import layers
 from ffnlab.session import Session
 from ffnlab.train import Row
 from ffnlab.withheld import command
@@ -70,18 +69,8 @@ def skippable(model: nn.Module) -> dict[str, int]:
 
 def token_share(model: nn.Module) -> dict[str, float]:
     """The share of the tokens that meet a neuron, by layer: 1, or top_k / n_experts."""
-    shares = {
-        label: [share for _, part, share in walk(ffn) if isinstance(part, FFN)]
-        for label, ffn in ffns(model).items()
-    }
+    shares = {label: [share for _, share in ffn.parts()] for label, ffn in ffns(model).items()}
     return {label: float(min(found)) for label, found in shares.items()}
-
-
-def ffns(model: nn.Module) -> dict[str, FeedForward]:
-    """The FFNs by layer; one of a user's own class is left out."""
-    found = layers(name for name, _ in model.named_modules(remove_duplicate=False))
-    parts = {label: model.get_submodule(".".join(acts[0].split(".")[:3])) for label, acts in found.items()}
-    return {label: part for label, part in parts.items() if isinstance(part, FeedForward)}
 
 
 def device_name(device: torch.device) -> str:

@@ -4,6 +4,7 @@ A neuron's post-activation is the output of its activation module (of a gated un
 `up`), found by name as the probes find it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -32,6 +33,15 @@ def drop_small(post: Tensor, eps: float) -> Tensor:
 def lower(pre: Tensor, by: float) -> Tensor:
     """`pre` moved down, as a C that is higher by as much moves it."""
     return pre - by
+
+
+def risen(losses: Tensor, base: Tensor) -> tuple[float, float, float]:
+    """Mean loss, its rise over `base` on the same batches, and the standard error of the rise over the
+    batches (NaN for one batch).
+    """
+    rise = losses - base
+    error = rise.std().item() / math.sqrt(len(rise)) if len(rise) > 1 else math.nan
+    return losses.mean().item(), rise.mean().item(), error
 
 
 def acts(model: nn.Module) -> dict[str, list[str]]:

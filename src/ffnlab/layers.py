@@ -1,4 +1,4 @@
-"""The FFN of every layer, from a plain configuration: its width, its activation, its threshold."""
+"""The FFN of every layer: made from a plain configuration (width, activation, threshold), and found again."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,6 +13,7 @@ from ffnlab.nn.absent import Absent
 from ffnlab.nn.ffn.base import FeedForward
 from ffnlab.nn.ffn.width import solve_width
 from ffnlab.nn.gpt import ModelSettings
+from ffnlab.probe.base import layers
 
 Config = Mapping[str, Any]
 FFN_MATRICES = frozenset({"up", "gate", "down"})
@@ -109,3 +110,10 @@ def matrices(choice: Any, names: frozenset[str], path: str) -> frozenset[str]:
     if not chosen <= names:
         raise UserError(f"{path}={choice!r}: expected true, false or a list of {', '.join(sorted(names))}")
     return chosen
+
+
+def ffns(model: nn.Module) -> dict[str, FeedForward]:
+    """The FFNs by layer; one of a user's own class is left out."""
+    found = layers(name for name, _ in model.named_modules(remove_duplicate=False))
+    parts = {label: model.get_submodule(".".join(acts[0].split(".")[:3])) for label, acts in found.items()}
+    return {label: part for label, part in parts.items() if isinstance(part, FeedForward)}

@@ -137,6 +137,17 @@ def test_what_single_formats_lack(archs: dict[str, dict[str, Any]]) -> None:
     ]
 
 
+@pytest.mark.parametrize("past", [None, 0, 5, -1])
+def test_a_window_as_long_as_the_sequence_is_none(archs: dict[str, dict[str, Any]], past: int | None) -> None:
+    """`past`: how much longer than the sequence the window is."""
+    cfg = copy.deepcopy(archs["llama"])
+    cfg["attention"]["window"] = None if past is None else cfg["model"]["seq_len"] + past
+    said = llama.describe(cfg, {"blocks.0.ffn.up.weight": torch.zeros(48, 16)}, 50, None)
+    narrow = past == -1
+    assert said["model_type"] == ("mistral" if narrow else "llama")
+    assert said.get("sliding_window") == (cfg["attention"]["window"] if narrow else None)
+
+
 GROUPS = ("attention", "norm", "residual", "skip", "stream", "threshold", "act", "ffn")
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from ffnlab import build
 from ffnlab.cache import cache_dir
 from ffnlab.device import choose_device, has_bf16
 from ffnlab.errors import UserError
-from ffnlab.intervene import Activity, acts, changed, collected
+from ffnlab.intervene import Activity, acts, changed, collected, risen
+from ffnlab.nn.count import count, total
 from ffnlab.record.checkpoint import save
 from ffnlab.record.table import read_table, write_table
 from ffnlab.trained import Trained, place
 from ffnlab.verbs import ablate, sparsify
+from ffnlab.verbs.sparsify import cuts
 
 SMALL = (
     "data=counting",
@@ -82,9 +85,9 @@ def test_a_c_of_each_neuron_rises_by_the_same(tmp_path: Path):
     sites = acts(trained.model)
     for names in sites.values():
         trained.model.get_buffer(f"{names[0]}.threshold").copy_(torch.linspace(-1, 1, 128))
-    above, post = sparsify.calibration(trained, sites)
+    above, post = cuts.calibration(trained, sites)
     for label, names in sites.items():
-        changes = sparsify.cut("c", names, above, post, 0.05, 1.0)
+        changes = cuts.cut("c", names, above, post, 0.05, 1.0)
         windows, _ = trained.data.probe_tokens(4)
         only = {name: change for name, change in changes.items() if label == "L00"}
         activity = Activity(trained.model)
@@ -128,9 +131,31 @@ def test_least_and_most_active(run: Path):
 def test_the_standard_error_of_a_rise():
     """sd of 1, 2, 6 is sqrt(7)."""
     losses, base = torch.tensor([2.0, 4.0, 9.0]).double(), torch.tensor([1.0, 2.0, 3.0]).double()
-    rows = ablate.row(ablate.Out("", "", 0, {}), losses, base), sparsify.row("", "", 1, losses, base, 1)
-    for row in rows:
-        assert (row["loss"], row["rise"], row["rise_se"]) == pytest.approx((5, 3, (7 / 3) ** 0.5))
+    assert risen(losses, base) == pytest.approx((5, 3, (7 / 3) ** 0.5))
+    assert math.isnan(risen(losses[:1], base[:1])[2])
+
+
+@pytest.mark.parametrize(
+    ("ffn", "per_pair"),
+    [
+        # products of training per (token, neuron) pair, each 2 d_model FLOPs: three of down, and for gated
+        # units three of up; of the matrix that gives the pre-activations two, its forward product is dense
+        ("ffn=mlp act=relu2", 5),
+        ("ffn=mlp act=gelu", 5),
+        ("ffn=swiglu", 8),
+    ],
+)
+def test_what_could_be_skipped_is_counted_by_pair(tmp_path: Path, ffn: str, per_pair: int):
+    run = make_run(tmp_path / "run", *ffn.split())
+    rows = call(sparsify, run, "--fracs", "0.1")
+    model = Trained(run).model
+    cost = total(count(model, 32).values()).flops_per_token
+    pairs = len(model.get_parameter("blocks.0.ffn.up.weight"))
+    for r in rows:
+        layers = 2 if r["layer"] == "all" else 1
+        expected = (1 - r["active_frac"]) * layers * pairs * per_pair * 2 * 32 / (3 * cost)
+        assert r["skippable_frac"] == pytest.approx(expected, rel=1e-9)
+    assert any(r["skippable_frac"] > 0.1 for r in rows if r["method"] == "top_k")
 
 
 def test_means_of_half_precision_are_those_of_fp32(tmp_path: Path):
@@ -173,12 +198,12 @@ def test_shares_that_are_not_below_what_is_active_are_left_out(run: Path):
 @pytest.mark.parametrize("k", [1, 5, 128])
 def test_top_k_and_eps_keep_what_is_largest(k: int):
     post = torch.randn(7, 128, dtype=torch.float64)
-    kept = sparsify.keep_largest(post, k / 128)
+    kept = cuts.keep_largest(post, k / 128)
     for row, out in zip(post, kept, strict=True):
         best = sorted(row.tolist(), key=abs)[-k:]
         assert sorted(out[out != 0].tolist(), key=abs) == best
-    eps = sparsify.quantile(post.abs().flatten(), 1 - k / 128)
-    assert torch.count_nonzero(sparsify.drop_small(post, eps)) == 7 * k if k < 128 else True
+    eps = cuts.quantile(post.abs().flatten(), 1 - k / 128)
+    assert torch.count_nonzero(cuts.drop_small(post, eps)) == 7 * k if k < 128 else True
 
 
 def test_the_knee_is_the_last_before_the_first_bad_one():
@@ -194,14 +219,14 @@ def test_the_summary_says_where_the_knee_is_and_whether_it_was_found():
     def rows(*rises: float) -> list[dict]:
         fracs = (0.5, 0.2, 0.1)
         return [
-            {"method": "none" if i == 0 else "c", "active_frac": frac, "rise": rise}
+            {"method": "none" if i == 0 else "c", "active_frac": frac, "rise": rise, "skippable_frac": 0.5}
             for i, (frac, rise) in enumerate(zip(fracs, rises, strict=True))
         ]
 
-    assert sparsify.at_knee(rows(0, 0.005, 0.02), 0.01) == "20.00%"
-    assert sparsify.at_knee(rows(0, 0.005, 0.006), 0.01) == "10.00% (lowest tried)"
-    assert sparsify.at_knee(rows(0, 0.03, 0.006), 0.01) == "50.00% (as it is)"
-    assert sparsify.at_knee(rows(float("nan"), 0, 0), 0.01) == "not finite"
+    assert sparsify.at_knee(rows(0, 0.005, 0.02), 0.01) == ("20.00%", "50.0%")
+    assert sparsify.at_knee(rows(0, 0.005, 0.006), 0.01)[0] == "10.00% (lowest tried)"
+    assert sparsify.at_knee(rows(0, 0.03, 0.006), 0.01)[0] == "50.00% (as it is)"
+    assert sparsify.at_knee(rows(float("nan"), 0, 0), 0.01)[0] == "not finite"
 
 
 def test_a_summary_is_printed_and_all_is_in_the_table(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -224,7 +249,7 @@ def test_a_neuron_that_is_out_is_a_column_of_down_that_is_zero(run: Path):
     trained = Trained(run)
     batches = trained.batches(4)
     assert rows[0]["loss"] == pytest.approx(trained.losses(batches).mean().item(), abs=1e-6)
-    down = trained.model.blocks[1].ffn.down.weight  # type: ignore[union-attr]
+    down = trained.model.get_parameter("blocks.1.ffn.down.weight")
     with torch.no_grad():
         down[:, 3] = 0
     assert rows[2]["loss"] == pytest.approx(trained.losses(batches).mean().item(), abs=1e-6)

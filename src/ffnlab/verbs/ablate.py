@@ -9,7 +9,6 @@ scan. Nothing is trained. Writes RUN/ablate.csv.
 """
 
 import argparse
-import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ffnlab.errors import UserError, unknown
-from ffnlab.intervene import Activity, Change, acts, changed, collected
+from ffnlab.intervene import Activity, Change, acts, changed, collected, risen
 from ffnlab.probe.activity import has_exact_zeros
 from ffnlab.record.table import write_table
 from ffnlab.trained import Trained
@@ -219,10 +218,8 @@ def everywhere(what: str, layers: Layers, pick: Callable[[Tensor], Tensor], mean
 
 
 def row(out: Out, losses: Tensor, base: Tensor) -> dict[str, Any]:
-    """`rise` is over the whole model on the same batches; its standard error is over the batches."""
-    rise = losses - base
-    se = rise.std().item() / math.sqrt(len(rise)) if len(rise) > 1 else math.nan
-    values = (out.what, out.layer, out.neurons, losses.mean().item(), rise.mean().item(), se)
+    """`rise` is over the whole model."""
+    values = (out.what, out.layer, out.neurons, *risen(losses, base))
     return dict(zip(COLUMNS[:-1], values, strict=True))
 
 

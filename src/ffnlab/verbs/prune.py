@@ -19,7 +19,7 @@ from torch import Tensor
 import ffnlab
 from ffnlab import build
 from ffnlab.errors import UserError
-from ffnlab.intervene import Activity
+from ffnlab.intervene import Activity, risen
 from ffnlab.nn.count import count, total
 from ffnlab.nn.ffn.base import FFN
 from ffnlab.nn.ffn.paired import Paired
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     batches = trained.batches(32)
     before = trained.losses(batches)
     large, trained.model = trained.model, small
-    rise = trained.losses(batches) - before
+    after = trained.losses(batches)
     costs = [total(count(model, model.seq_len).values()) for model in (large, small)]
     info = {
         "status": "done",
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
         "versions": {"ffnlab": ffnlab.__version__, "torch": torch.__version__},
         **{key: value for key, value in read_info(args.run).items() if key in INHERITED},
         "pruned_from": {"path": str(args.run), "windows": args.windows, "below": args.below},
-        "final": {"step": 0, "val/loss": float((before + rise).mean())},
+        "final": {"step": 0, "val/loss": float(after.mean())},
     }
     with whole_folder(out) as temporary:
         write(temporary, cfg, small.state_dict(), trained.data.tokenizer, {**info, "name": out.name})
-    present(ffns, keep, costs, before, rise)
+    present(ffns, keep, costs, before, after)
     print(f"\n{out}")
     return 0
 
@@ -169,7 +169,7 @@ def present(
     keep: Mapping[str, Tensor],
     costs: Sequence[Any],
     before: Tensor,
-    rise: Tensor,
+    after: Tensor,
 ) -> None:
     """What went, and what it costs and saves."""
     rows = [
@@ -185,8 +185,5 @@ def present(
     old, new = costs
     print(f"parameters {old.parameters:,} -> {new.parameters:,}", end=", ")
     print(f"FLOPs/token {old.flops_per_token:,} -> {new.flops_per_token:,}")
-    error = float(rise.std() / len(rise) ** 0.5) if len(rise) > 1 else float("nan")
-    print(
-        f"validation loss {float(before.mean()):.4f}, "
-        f"rise {float(rise.mean()):+.5f} +- {error:.5f} (standard error)"
-    )
+    _, rise, error = risen(after, before)
+    print(f"validation loss {float(before.mean()):.4f}, rise {rise:+.5f} +- {error:.5f} (standard error)")

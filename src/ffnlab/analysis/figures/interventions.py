@@ -51,7 +51,7 @@ def sparsify(run: Run, options: Options) -> Drawing:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=7)
     axes["all layers"].axhline(KNEE, color=GREY, linewidth=0.8, linestyle=":")
-    knees = ", ".join(f"{WAYS[method]} {knee(curve(rows, method, 'all')):.1%}" for method in methods)
+    knees = ", ".join(at_knee(rows, method) for method in methods)
     dense = next(row for row in rows if row["method"] == "none" and row["layer"] == "all")
     caption = (
         f"Unchanged, the run has a loss of {dense['loss']:.4f} nats with {dense['active_frac']:.1%} of the "
@@ -60,6 +60,15 @@ def sparsify(run: Run, options: Options) -> Drawing:
         f"Right: {WAYS[methods[0]] if methods else 'nothing'} in one layer, the others as they are."
     )
     return Drawing(picture, caption)
+
+
+def at_knee(rows: list[dict[str, Any]], method: str) -> str:
+    """A way, its knee, and what a sparse kernel could skip there (tables of before lack that)."""
+    frac = knee(curve(rows, method, "all"))
+    own = (row for row in rows if row["layer"] == "all" and row["method"] in ("none", method))
+    share = next(row for row in own if row["active_frac"] == frac).get("skippable_frac")
+    more = "" if share is None else f" (skippable: at most {share:.1%} of the FLOPs of training)"
+    return f"{WAYS[method]} {frac:.1%}{more}"
 
 
 def curve(

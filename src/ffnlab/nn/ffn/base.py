@@ -1,6 +1,7 @@
 """What every feed-forward variant has in common."""
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Protocol
 
 import torch
@@ -25,10 +26,20 @@ class FeedForward(Penalised):
         """Forward floating-point operations of the matrix products that a token meets: 2 * in * out each."""
         return flops(self)
 
+    def neuron_flops_per_token(self) -> int:
+        """FLOPs of training that would fall away if no neuron were active: the sum over the FFNs that this
+        one is made of, each as often as a token meets it.
+        """
+        return round(sum(part.neuron_flops_per_token() * share for part, share in self.parts()))
+
     def skippable_flops_per_token(self) -> int:
-        """The sum over the FFNs that this one is made of, each as often as a token meets it."""
-        parts = ((part, share) for _, part, share in walk(self) if isinstance(part, FFN))
-        return round(sum(part.skippable_flops_per_token() * share for part, share in parts))
+        """`neuron_flops_per_token` of the FFNs whose activation has exact zeros."""
+        found = (each for each in self.parts() if getattr(each[0].act, "exact_zeros", False))
+        return round(sum(part.neuron_flops_per_token() * share for part, share in found))
+
+    def parts(self) -> list[tuple["FFN", Fraction]]:
+        """The FFNs that this one is made of (or itself), each with the share of the tokens that meets it."""
+        return [(part, share) for _, part, share in walk(self) if isinstance(part, FFN)]
 
     def matched_parameters(self) -> int:
         """The parameters that `ffn.match=params` makes equal to the plain MLP's.
@@ -86,16 +97,13 @@ class FFN(FeedForward):
         """What the neurons put out, before dropout and the way down."""
         raise NotImplementedError
 
-    def skippable_flops_per_token(self) -> int:
-        """FLOPs of training that would fall away if no neuron were active.
+    def neuron_flops_per_token(self) -> int:
+        """The products of the matrices with a row or a column per neuron, three each (forward, and two
+        backward), but for the one that gives the pre-activations.
 
-        They are those of the matrices with a row or a column per neuron, three products each (forward, and
-        two backward), but for the one that gives the pre-activations; 0 where the activation has no exact
-        zeros. At an active fraction p, a kernel that touches active (token, neuron) pairs only skips (1 - p)
-        of them.
+        At an active fraction p, a kernel that touches active (token, neuron) pairs only skips (1 - p) of
+        them.
         """
-        if not getattr(self.act, "exact_zeros", False):
-            return 0
         ways_in = [getattr(self, "gate", None), self.up]
         own = [m for m in ways_in if isinstance(m, nn.Linear) and m.out_features == self.d_ff]
         dense = flops(own[0]) if own else 0

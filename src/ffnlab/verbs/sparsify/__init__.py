@@ -5,33 +5,35 @@ pairs of a layer stays (set on the windows of the probe batch, measured on --win
   c      act(pre - C - d): the threshold rises by d, which also lowers what stays (ReLU family only)
   eps    post-activations with |post| <= eps become 0; the others stay as they are
   top_k  of each token the k post-activations of the largest |post| stay
-All layers together, then (for the first way) each layer alone. For smooth activations `eps` and `top_k` say
-what could be left out, not what is 0 by itself. Nothing is trained. Writes RUN/sparsify.csv.
+All layers together, then (for the first way) each layer alone. Nothing is trained. Writes RUN/sparsify.csv.
+
+Skippable is the share of all FLOPs of training that a kernel for active pairs only would leave out at these
+active fractions: for activations with exact zeros what `ffn.kernel=sparse` skips, for smooth ones an upper
+bound, as `eps` and `top_k` say what could be left out, not what is 0 by itself.
 """
 
 import argparse
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ffnlab.errors import UserError
-from ffnlab.intervene import Activity, Change, acts, changed, collected, drop_small, keep_largest, lower
-from ffnlab.probe.activity import has_exact_zeros
-from ffnlab.probe.base import thresholds
+from ffnlab.intervene import Activity, Change, acts, changed, risen
+from ffnlab.layers import ffns
+from ffnlab.nn.count import TRAINING, count, total
+from ffnlab.nn.gpt import GPT
 from ffnlab.record.rundir import read_info
 from ffnlab.record.table import write_table
 from ffnlab.trained import Trained
 from ffnlab.verbs import show
+from ffnlab.verbs.sparsify.cuts import METHODS, allowed, calibration, cut
 
 FRACS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
-METHODS = ("c", "eps", "top_k")
 SHOWN = 5  # shares in the summary
-COLUMNS = ("method", "layer", "kept_frac", "active_frac", "loss", "rise", "rise_se")
+COLUMNS = ("method", "layer", "kept_frac", "active_frac", "loss", "rise", "rise_se", "skippable_frac")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,19 +88,6 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(*problems)
 
 
-def allowed(trained: Trained, names: list[str], wanted: Sequence[str] | None) -> list[str]:
-    """The ways that can be gone; `c` needs an activation that feels C and is exactly 0 below it."""
-    found = [trained.model.get_submodule(name) for name in names]
-    zeros = all(has_exact_zeros(act) for act in found)
-    feels = not any(getattr(inner, "shift_invariant", False) for act in found for inner in act.modules())
-    if wanted and "c" in wanted and not (zeros and feels):
-        why = "takes up a threshold that all neurons share" if zeros else "is nowhere exactly 0"
-        raise UserError(
-            f"--method c: this run's activation {why}, so a higher one switches nothing off; use eps or top_k"
-        )
-    return list(wanted or (METHODS if zeros and feels else METHODS[1:]))
-
-
 Row = dict[str, Any]
 
 
@@ -111,10 +100,9 @@ def sweep(
 ) -> list[Row]:
     """One row for each (method, layers, share) that is below what is active anyway."""
     above, post = calibration(trained, sites)
+    weights = per_neuron(trained.model)
     base, dense = measure(trained, batches, {}, "output")
-    rows = [
-        row("none", label, 1.0, base, base, frac) for label, frac in {**dense, "all": mean(dense)}.items()
-    ]
+    rows = [row("none", scope, 1.0, base, base, dense, weights) for scope in (*sites, "all")]
     for method in methods:
         together = ["all"] if method != methods[0] or len(sites) == 1 else ["all", *sites]
         for scope in together:
@@ -127,55 +115,8 @@ def sweep(
                     continue
                 side = "input" if method == "c" else "output"
                 losses, active = measure(trained, batches, changes, side)
-                shown = mean(active) if scope == "all" else active[scope]
-                rows.append(row(method, scope, frac, losses, base, shown))
+                rows.append(row(method, scope, frac, losses, base, active, weights))
     return rows
-
-
-def calibration(trained: Trained, sites: dict[str, list[str]]) -> tuple[dict[str, Tensor], ...]:
-    """By module, on the windows of the probe batch: how far each pre-activation lies above C (-inf where the
-    neuron is not active), and the post-activations.
-    """
-    names = [name for found in sites.values() for name in found]
-    windows, _ = trained.data.probe_tokens(1 if trained.data.n_val < 5 * trained.model.seq_len else 4)
-    seen = []
-    for side in ("input", "output"):
-        with torch.no_grad(), collected(trained.model, names, side) as values, trained.precision():
-            trained.model(windows.to(trained.device))
-        seen.append({name: torch.cat(parts).float() for name, parts in values.items() if parts})
-    pre, post = seen
-    above = {}
-    for name, values in pre.items():
-        c = thresholds(trained.model, [name])
-        above[name] = torch.where(post[name] != 0, values - (c[0] if c else 0), -torch.inf)
-    return above, post
-
-
-def cut(
-    method: str,
-    names: list[str],
-    above: dict[str, Tensor],
-    post: dict[str, Tensor],
-    frac: float,
-    active: float,
-) -> dict[str, Change]:
-    """The changes that leave the share `frac` of a layer's pairs; none where no more than that is active."""
-    met = [name for name in names if name in post and len(post[name])]
-    if frac >= active or not met:
-        return {}
-    if method == "top_k":
-        return {name: partial(keep_largest, frac=frac) for name in names}
-    if method == "eps":
-        size = quantile(torch.cat([post[name].abs().flatten() for name in met]), 1 - frac)
-        return {name: partial(drop_small, eps=size) for name in names}
-    rise = max(0.0, quantile(torch.cat([above[name].flatten() for name in met]), 1 - frac))
-    return {name: partial(lower, by=rise) for name in names}
-
-
-def quantile(values: Tensor, share: float) -> float:
-    """The value that the given share of `values` does not exceed."""
-    rank = min(max(math.ceil(share * values.numel()), 1), values.numel())
-    return values.kthvalue(rank).values.item()
 
 
 def measure(
@@ -190,15 +131,29 @@ def measure(
         return trained.losses(batches), activity.fracs()
 
 
-def mean(fracs: dict[str, float]) -> float:
-    return sum(fracs.values()) / len(fracs)
+def per_neuron(model: GPT) -> dict[str, float]:
+    """By layer, the share of all FLOPs of training that would fall away if no neuron were active; 0 for an
+    FFN of a user's own class, of which that is not known.
+    """
+    everything = TRAINING * total(count(model, model.seq_len).values()).flops_per_token
+    return {label: ffn.neuron_flops_per_token() / everything for label, ffn in ffns(model).items()}
 
 
-def row(method: str, layer: str, kept: float, losses: Tensor, base: Tensor, active: float) -> Row:
-    """`rise` is over the unchanged model on the same batches; its standard error is over the batches."""
-    rise = losses - base
-    se = rise.std().item() / math.sqrt(len(rise)) if len(rise) > 1 else math.nan
-    values = (method, layer, kept, active, losses.mean().item(), rise.mean().item(), se)
+def row(
+    method: str,
+    scope: str,
+    kept: float,
+    losses: Tensor,
+    base: Tensor,
+    active: dict[str, float],
+    weights: dict[str, float],
+) -> Row:
+    """Active fraction (mean over layers) and skippable share (sum over them) are those of the layers that
+    were changed, the loss is that of the whole model.
+    """
+    own = active if scope == "all" else {scope: active[scope]}
+    skippable = sum((1 - p) * weights.get(label, 0.0) for label, p in own.items())
+    values = (method, scope, kept, sum(own.values()) / len(own), *risen(losses, base), skippable)
     return dict(zip(COLUMNS, values, strict=True))
 
 
@@ -222,19 +177,26 @@ def present(rows: list[Row], tolerance: float) -> None:
         dense = [r for r in rows if (r["method"], r["layer"]) == ("none", layer)]
         rise = {r["kept_frac"]: f"{r['rise']:+.4f}" for r in own}
         cells.append(
-            (f"{method} {layer}", at_knee(dense + own, tolerance), *(rise.get(frac, "-") for frac in shown))
+            (f"{method} {layer}", *at_knee(dense + own, tolerance), *(rise.get(frac, "-") for frac in shown))
         )
-    heads = ("method, layers", f"active at {tolerance:g} nats", *(f"rise at {frac:.3g}" for frac in shown))
+    heads = (
+        "method, layers",
+        f"active at {tolerance:g} nats",
+        "skippable",
+        *(f"rise at {frac:.3g}" for frac in shown),
+    )
     show(
         "rise of the validation loss (nats) by the share of (token, neuron) pairs that is kept", heads, cells
     )
 
 
-def at_knee(rows: Sequence[Row], tolerance: float) -> str:
-    """The knee on paper: its active fraction, and whether it is where the trials began or ended."""
+def at_knee(rows: Sequence[Row], tolerance: float) -> tuple[str, str]:
+    """The knee on paper: its active fraction, whether it is where the trials began or ended, and its
+    skippable share.
+    """
     found = knee(rows, tolerance)
     if found is None:
-        return "not finite"
+        return "not finite", "-"
     lowest = found is min(rows, key=lambda r: r["active_frac"])
     where = "as it is" if found["method"] == "none" else "lowest tried" if lowest else ""
-    return f"{found['active_frac']:.2%}{f' ({where})' if where else ''}"
+    return f"{found['active_frac']:.2%}{f' ({where})' if where else ''}", f"{found['skippable_frac']:.1%}"

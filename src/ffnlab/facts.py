@@ -69,7 +69,7 @@ def skippable(model: nn.Module) -> dict[str, int]:
 
 def token_share(model: nn.Module) -> dict[str, float]:
     """The share of the tokens that meet a neuron, by layer: 1, or top_k / n_experts."""
-    shares = {label: [share for _, share in ffn.parts()] for label, ffn in ffns(model).items()}
+    shares = {label: [share for _, share in ffn.made_of()] for label, ffn in ffns(model).items()}
     return {label: float(min(found)) for label, found in shares.items()}
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from ffnlab import build
 from ffnlab.errors import UserError
 from ffnlab.nn.act.relu import ReLU, ReLU2
+from ffnlab.nn.init import SCHEMES
 from ffnlab.nn.threshold import FixedThreshold, LearnedThreshold, NoThreshold, calibrate
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -149,6 +151,66 @@ def test_c_for_30_percent_of_a_normal_is_its_quantile():
     site.active_frac = 0.70
     site.place(0.5 * torch.randn(2048, 512))  # E28
     assert site.threshold.item() == pytest.approx(-0.262, abs=2e-3)
+
+
+NORMS = sorted(p.stem for p in (CONFIGS / "norm").glob("*.yaml"))
+SMALL = [
+    "model.n_layers=4",
+    "model.d_model=64",
+    "model.n_heads=2",
+    "model.seq_len=64",
+    "model.zero_out=false",
+]
+
+
+def gpt_and_tokens(*overrides):
+    """An untrained GPT, the batch that C is placed on, and another one, 4096 tokens each."""
+    cfg, _ = build.compose([*SMALL, *overrides])
+    draws = torch.randint(500, (2, 64, 64), generator=torch.Generator().manual_seed(1))
+    return build.model(cfg, 500), *draws
+
+
+@torch.no_grad()
+def active_by_layer(gpt, tokens):
+    post = []
+    hooks = [b.ffn.act.register_forward_hook(lambda m, args, out: post.append(out)) for b in gpt.blocks]
+    gpt.eval()(tokens)
+    for hook in hooks:
+        hook.remove()
+    return [(out > 0).double().mean().item() for out in post]
+
+
+@pytest.mark.parametrize(
+    ("norm", "init"),
+    [
+        *((norm, SCHEMES[i % len(SCHEMES)]) for i, norm in enumerate(NORMS)),
+        *(("rmsnorm", s) for s in SCHEMES),
+    ],
+)
+def test_active_frac_is_met_for_every_norm_and_init(norm, init):
+    """Where C is placed, to the pair; on other tokens within what a layer of 256 neurons and 4096 tokens
+    that share a vocabulary of 500 spreads. Nothing is assumed of the distribution.
+    """
+    parts = ["arch=speedrun", f"norm={norm}", f"model.init={init}"]
+    gpt, placed, other = gpt_and_tokens(*parts, "threshold=fixed", "threshold.active_frac=0.3")
+    for frac in (0.3, 0.7):
+        for block in gpt.blocks:
+            block.ffn.act.active_frac = frac
+        calibrate(gpt, placed)
+        assert active_by_layer(gpt, placed) == pytest.approx([frac] * 4, abs=1e-3)
+        assert active_by_layer(gpt, other) == pytest.approx([frac] * 4, abs=0.02)
+
+
+def test_c_and_active_frac_of_the_source_in_the_speedrun_arch():
+    """E27: entries of sd 0.5/sqrt(D) on a normed stream give pre-activations of sd 0.5: C = +-0.262 for 30
+    and 70 %, and 15.9 % above +0.5.
+    """
+    for frac, c in ((0.3, 0.262), (0.7, -0.262)):
+        gpt, tokens, _ = gpt_and_tokens("arch=speedrun", "threshold=fixed", f"threshold.active_frac={frac}")
+        calibrate(gpt, tokens)
+        assert [b.ffn.act.threshold.item() for b in gpt.blocks] == pytest.approx([c] * 4, abs=0.02)
+    gpt, tokens, _ = gpt_and_tokens("arch=speedrun", "threshold=fixed", "threshold.init=0.5")
+    assert active_by_layer(gpt, tokens) == pytest.approx([0.159] * 4, abs=0.01)
 
 
 def test_calibrate_leaves_everything_else_as_it_was():

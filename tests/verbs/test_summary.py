@@ -175,3 +175,28 @@ def test_quantities(value, text):
 def test_bytes():
     assert mebibytes(437_544) == "0.4 MiB"
     assert mebibytes(20 * 2**30) == "20.0 GiB"
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        (["ffn=mlp"], "d_ff 512 (parameters nearest to those of the plain MLP of d_ff 512)"),
+        (["ffn=moe"], "d_ff 256 (active parameters nearest to those of the plain MLP of d_ff 512)"),
+        (
+            ["ffn=moe", "ffn.matched=total"],
+            "(total parameters nearest to those of the plain MLP of d_ff 512)",
+        ),
+        (["ffn=swiglu", "ffn.match=flops"], "(FLOPs nearest to those of the plain MLP of d_ff 512)"),
+        (["ffn=paired", "ffn.match=width"], "d_ff 512 (the width of the plain MLP, 512)"),
+        pytest.param(
+            ["ffn=mlp", "ffn.d_ff=99"],
+            "d_ff 99 (given by ffn.d_ff)",
+            marks=pytest.mark.filterwarnings("ignore:ffn.d_ff=99 is given"),
+        ),
+    ],
+)
+def test_what_a_width_was_matched_to_is_named(options, how, capsys):
+    parser = argparse.ArgumentParser()
+    summary.add_arguments(parser)
+    assert summary.run(parser.parse_args([*options, "model=nano", "--vocab-size", "500"])) == 0
+    assert how in capsys.readouterr().out

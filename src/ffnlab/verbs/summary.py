@@ -95,6 +95,7 @@ def ffn_facts(
         "act": choices["act"],
         "d_ff": sorted({part.d_ff for part in ffns if isinstance(part, FeedForward)}),
         "match": node["match"] if matched else "d_ff",
+        "matched": node.get("matched"),  # of experts: active or total
         "baseline_d_ff": sorted(plain) if matched else [],
         "share_of_parameters": ffn.parameters / max(1, whole.parameters),
         "share_of_flops": ffn.flops_per_token / max(1, whole.flops_per_token),
@@ -157,9 +158,10 @@ def ffn_line(ffn: Mapping[str, Any]) -> str:
     if not ffn["d_ff"]:
         return "This model has no FFN."
     widths, plain = (", ".join(map(str, ffn[key])) for key in ("d_ff", "baseline_d_ff"))
+    which = f"{ffn['matched']} " if ffn["matched"] else ""
     how = {
-        "params": f"nearest to the parameters of the plain MLP of d_ff {plain}",
-        "flops": f"nearest to the FLOPs of the plain MLP of d_ff {plain}",
+        "params": f"{which}parameters nearest to those of the plain MLP of d_ff {plain}",
+        "flops": f"FLOPs nearest to those of the plain MLP of d_ff {plain}",
         "width": f"the width of the plain MLP, {plain}",
         "d_ff": "given by ffn.d_ff",
     }[ffn["match"]]

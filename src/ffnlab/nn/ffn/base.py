@@ -30,14 +30,14 @@ class FeedForward(Penalised):
         """FLOPs of training that would fall away if no neuron were active: the sum over the FFNs that this
         one is made of, each as often as a token meets it.
         """
-        return round(sum(part.neuron_flops_per_token() * share for part, share in self.parts()))
+        return round(sum(part.neuron_flops_per_token() * share for part, share in self.made_of()))
 
     def skippable_flops_per_token(self) -> int:
         """`neuron_flops_per_token` of the FFNs whose activation has exact zeros."""
-        found = (each for each in self.parts() if getattr(each[0].act, "exact_zeros", False))
+        found = (each for each in self.made_of() if getattr(each[0].act, "exact_zeros", False))
         return round(sum(part.neuron_flops_per_token() * share for part, share in found))
 
-    def parts(self) -> list[tuple["FFN", Fraction]]:
+    def made_of(self) -> list[tuple["FFN", Fraction]]:
         """The FFNs that this one is made of (or itself), each with the share of the tokens that meets it."""
         return [(part, share) for _, part, share in walk(self) if isinstance(part, FFN)]
 

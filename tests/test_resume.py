@@ -51,10 +51,10 @@ def names(group: str) -> list[str]:
 ALL_PROBES = f"probe=[{','.join(names('probe'))}]"
 SPARSE = {"mlp", "paired", "reglu", "reglu2", "tied_reglu"}  # FFNs that have a sparse way with a ReLU
 # Checkpoints are made after steps 3, 6 and 8; validation is at 0, 4 and 8; the second epoch begins in step 4.
-KILLS: dict[str, list[Point]] = {
-    "in the second epoch": [("row", 7)],
-    "evaluation": [("evaluation", 8)],
-    "save": [("save", 6)],
+KILLS: dict[str, list[Point]] = {  # each run is killed and resumed twice
+    "in the second epoch": [("row", 4), ("row", 7)],
+    "evaluation": [("evaluation", 4), ("evaluation", 8)],
+    "save": [("row", 5), ("save", 6)],
 }
 FACTORS: dict[str, dict[str, list[str]]] = {
     "ffn": {name: [f"ffn={name}"] for name in names("ffn")},

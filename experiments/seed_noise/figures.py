@@ -1,4 +1,4 @@
-"""Reads outputs/seed_noise, writes results/spread.{csv,md}: how far the final validation losses spread."""
+"""Reads outputs/seed_noise, writes results/: how far the final validation losses spread, and every run."""
 
 import numpy as np
 from scipy import stats
@@ -9,6 +9,14 @@ from ffnlab.analysis.study import Study, script
 from ffnlab.analysis.tables import Column, Table
 from ffnlab.errors import UserError
 
+NUMBERS = ("mean", "sd", "sd_low", "sd_high")
+SPREAD = [
+    Column("arm", "what differs", left=True),
+    Column("runs", "runs"),
+    *(Column(key, key.replace("_", ", "), lambda value: f"{value:.4f}") for key in NUMBERS),
+]
+RUNS = [Column(key, key) for key in ("arm", "seed", "loss")]
+
 
 def spread(values: np.ndarray) -> dict[str, float]:
     """Mean, standard deviation and its 95 % interval, by (n - 1) s^2 / sigma^2 ~ chi^2 (normal errors)."""
@@ -18,20 +26,26 @@ def spread(values: np.ndarray) -> dict[str, float]:
 
 
 def main(study: Study) -> None:
-    rows = []
-    for arm, by_seed in study.arms.items():
-        losses = [loss for run in by_seed.values() if (loss := last(run, "val/loss")) is not None]
-        if len(losses) > 1:
-            rows.append({"arm": arm, **spread(np.array(losses))})
-    if not rows:
+    runs = [
+        {"arm": arm, "seed": str(seed), "loss": loss}
+        for arm, by_seed in study.arms.items()
+        for seed, run in by_seed.items()
+        if (loss := last(run, "val/loss")) is not None
+    ]
+    losses = {arm: np.array([row["loss"] for row in runs if row["arm"] == arm]) for arm in study.arms}
+    several = {arm: values for arm, values in losses.items() if len(values) > 1}
+    if not several:
         raise UserError("no arm has two finished runs, which a spread needs: let more of the study end")
-    numbers = ("mean", "sd", "sd_low", "sd_high")
-    columns = [Column("arm", "what differs", left=True), Column("runs", "runs")]
-    columns += [Column(key, key.replace("_", ", "), lambda value: f"{value:.4f}") for key in numbers]
-    table = Table("final validation loss (nats per token)", columns, rows)
-    note = ran(run for by_seed in study.arms.values() for run in by_seed.values())
+    notes = [ran(run for by_seed in study.arms.values() for run in by_seed.values())]
+    if len(several) > 1:
+        p = stats.levene(*several.values(), center="median").pvalue
+        notes.insert(0, f"are these standard deviations equal? Brown and Forsythe's test: p = {p:.2g}")
+    rows = [{"arm": arm, **spread(values)} for arm, values in several.items()]
+    table = Table("final validation loss (nats per token)", SPREAD, rows)
+    listed = "\n".join(f"- {note}" for note in notes)
     study.save("spread.csv", tables.to_csv(table))
-    study.save("spread.md", f"**{table.title}**\n\n{tables.markdown(table)}\n\n- {note}\n")
+    study.save("spread.md", f"**{table.title}**\n\n{tables.markdown(table)}\n\n{listed}\n")
+    study.save("runs.csv", tables.to_csv(Table("every run", RUNS, runs)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
 """A stand-in for a W&B server on 127.0.0.1, enough for an online run and a dashboard: prints its port, then
-the views (workspaces, reports) that it is sent, one JSON object a line; serves a minute.
+the views (workspaces, reports) that it is sent, one JSON object a line; serves two minutes.
+
+With a fault as its argument it does badly: `garbage` (a web page for an answer), `error` (status 500),
+`refuses` (status 403), `slow` (seconds for every answer), `silent` (none). With `later-` before it, it takes
+a run first, and does badly from the first metrics on.
 """
 
 import json
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+SLOW_S = 1.5
 _USER = {"id": "u1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
 _VERSION = {"cliVersionInfo": {"max_cli_version": "9.9.9"}, "latestLocalVersionInfo": None, "features": []}
 
@@ -18,6 +25,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format, *args):
         """Quiet."""
 
+    fault = ""
+    later = False
+
     def do_GET(self):
         self._answer({})
 
@@ -28,6 +38,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self._body()
         if not self.path.endswith("graphql"):
+            Handler.later = False  # metrics
             return self._answer({"exitcode": None, "limits": {}})
         request = json.loads(body)
         query, data = request.get("query", ""), {}
@@ -76,8 +87,15 @@ class Handler(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def _answer(self, data: dict) -> None:
-        body = json.dumps(data).encode()
-        self.send_response(200)
+        body, status = json.dumps(data).encode(), 200
+        fault = "" if self.later else self.fault
+        if fault == "garbage":
+            body = b"<html>\0 Welcome to the hotel's network"
+        elif fault in ("error", "refuses"):
+            body, status = b"no", 500 if fault == "error" else 403
+        elif fault:
+            time.sleep(SLOW_S if fault == "slow" else 600)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -85,8 +103,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
+    fault = sys.argv[1] if len(sys.argv) > 1 else ""
+    Handler.fault, Handler.later = fault.removeprefix("later-"), fault.startswith("later-")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    threading.Timer(60, server.shutdown).start()
+    threading.Timer(120, server.shutdown).start()
     print(server.server_address[1], flush=True)
     server.serve_forever()

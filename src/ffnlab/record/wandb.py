@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -127,11 +128,16 @@ class WandbSink(Sink):
 
     def finish(self, status: str, summary: dict[str, Any]) -> None:
         """Send the final numbers; a run that is not done shows as failed."""
-        if self._run:
+        if not self._run:
+            return
+        try:
             self._run.summary.update({"status": status, **summary, **mean_active(summary)})
             if self._artifact and status == "done" and self._record.exists():
                 self._send_record()
             self._run.finish(exit_code=0 if status == "done" else 1)
+        except ConnectionError:  # W&B's own process is gone, and would be waited for again at exit
+            self._forget()
+            raise
 
     def _send_record(self) -> None:
         """neurons.zarr as an artifact of the run."""
@@ -179,7 +185,8 @@ class WandbSink(Sink):
         """Leave W&B's own process, which keeps to itself the id of the run that it could not start."""
         import wandb
 
-        wandb.teardown()
+        with suppress(ConnectionError):
+            wandb.teardown()
         os.environ.pop("WANDB_SERVICE", None)  # that of a parent, which teardown does not end
 
 

@@ -80,6 +80,23 @@ def test_what_cannot_be_synced_is_said(run: Path, tmp_path: Path):
         call(str(run))
 
 
+@pytest.mark.parametrize("linked", ["the picture", "the folder"])
+def test_a_picture_from_elsewhere_is_not_sent(run: Path, tmp_path: Path, linked: str):
+    """A link in a run that a stranger made would send a file of the user's."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "private.png").write_bytes(b"private")
+    if linked == "the folder":
+        (run / "figures").symlink_to(elsewhere)
+    else:
+        (run / "figures").mkdir()
+        (run / "figures/private.png").symlink_to(elsewhere / "private.png")
+    before = sorted((run / "wandb").rglob("*"))
+    with pytest.raises(UserError, match=r"private\.png leads out of"):
+        call(str(run), "--mode", "offline")
+    assert sorted((run / "wandb").rglob("*")) == before  # nothing was begun
+
+
 def test_a_copy_that_fails_midway_is_not_called_sent(run: Path, monkeypatch, capsys):
     """T12: the tracker dies while rows are sent."""
 

@@ -257,6 +257,21 @@ def _png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
+def test_a_record_with_a_link_does_not_go_along(tmp_path: Path, wandb_records):
+    (tmp_path / "private").write_text("private")
+    (tmp_path / "neurons.zarr").mkdir()
+    (tmp_path / "neurons.zarr/c").symlink_to(tmp_path / "private")
+    tracker = sink(artifact=True)
+    tracker.start({"id": "abcd1234", "name": "r", "path": tmp_path}, {})
+    with pytest.raises(UserError, match="c is a link"):
+        tracker.finish("done", {})
+    tracker._run.finish()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records = wandb_records(file)
+    assert not [r for r in records if r.artifact.name or r.request.log_artifact.artifact.name]
+    assert b"private" not in b"".join(f.read_bytes() for f in (tmp_path / "wandb").rglob("*") if f.is_file())
+
+
 def test_neurons_go_along_when_asked(tmp_path: Path, wandb_records, wandb_rows):
     (tmp_path / "neurons.zarr").mkdir()
     (tmp_path / "neurons.zarr/zarr.json").write_text("{}")

@@ -13,6 +13,7 @@ from ffnlab import build, withheld
 from ffnlab.errors import UserError
 from ffnlab.run import run
 from ffnlab.session import Session
+from ffnlab.train import Diverged
 
 SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
@@ -79,6 +80,21 @@ def test_a_run_that_crashes_holds_none(
         run(cfg, choices)
     assert "$WANDB_API_KEY" in (tmp_path / "run" / "error.txt").read_text()
     assert "$HF_TOKEN" in (tmp_path / "run" / "run.json").read_text()
+    assert leaks(tmp_path, list(SECRETS.values())) == []
+
+
+def test_a_diagnosis_holds_none(
+    environment: None, small: tuple[str, ...], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its pass over the batch may fail by any message."""
+    secret = SECRETS["DB_PASSWORD"]
+    monkeypatch.setattr(Session, "diagnosis", lambda *_: {"failed": f"the server refused {secret}"})
+    more = ("optim=sgd", "optim.lr=1e6", "train.steps=20", "schedule=constant")
+    cfg, choices = build.compose([*small, f"data.path={text}", f"out={tmp_path / 'run'}", *more])
+    with pytest.raises(Diverged):
+        run(cfg, choices)
+    (file,) = (tmp_path / "run").glob("diagnosis-*.json")
+    assert "refused $DB_PASSWORD" in file.read_text()
     assert leaks(tmp_path, list(SECRETS.values())) == []
 
 

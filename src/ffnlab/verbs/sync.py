@@ -54,6 +54,7 @@ def runs_of(path: Path) -> list[Path]:
 
 def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.Namespace) -> bool:
     """One run, and whether it went through; the offline folders of sessions go when the new one is whole."""
+    pictures = [inside(picture, path) for picture in sorted((path / "figures").glob("*.png"))]
     sink = tracker(cfg, args)
     before = set((path / "wandb").glob("offline-run-*"))
     copies = Sinks([sink])
@@ -63,8 +64,8 @@ def copy(path: Path, cfg: dict[str, Any], info: dict[str, Any], args: argparse.N
     for row in rows:
         copies.log(row)
         last.update(row)
-    for picture in sorted((path / "figures").glob("*.png")):
-        copies.image(picture.stem, inside(picture, path), int(last.get("step", 0)))
+    for picture in pictures:
+        copies.image(picture.stem, picture, int(last.get("step", 0)))
     final = {k: v for k, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
     if not copies.finish(str(info.get("status", "done")), final):
         print(f"{path}: NOT copied whole, for the reason above; the same command begins again")

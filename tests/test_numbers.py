@@ -115,6 +115,23 @@ def test_a_loss_that_is_nan_is_traced_to_its_layer(tmp_path: Path, monkeypatch: 
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
+def test_a_loss_that_is_nan_before_the_first_update_is_traced_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An activation of one's own may be NaN from the start: there is no batch of an update yet."""
+    init = Session.__init__
+
+    def built(session, *args):
+        init(session, *args)
+        session.model.get_submodule("blocks.1.ffn.act").register_forward_hook(lambda m, a, out: one_nan(out))
+
+    monkeypatch.setattr(Session, "__init__", built)
+    where = r"begins in the output of blocks\.1\.ffn\.act, 1 of 2,048 values \(diagnosis-000000\.json\)"
+    with pytest.raises(Diverged, match=rf"step 0: val/loss is nan; nan or inf {where}"):
+        start(tmp_path / "run")
+    assert info(tmp_path / "run")["status"] == "diverged"
+
+
 def test_a_gradient_that_is_infinite_is_traced_to_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Poison(monkeypatch, {4}, "blocks.1.ffn.act", Backward.apply)
     with pytest.raises(

@@ -133,9 +133,8 @@ def train(
             hooks.log({"step": step, "tokens": progress.tokens, "time_s": progress.time_s, **row})
         if not math.isfinite(found.get("val/loss", 0.0)) and not stop:
             what = f"step {step}: val/loss is {found['val/loss']}"
-            raise Diverged(
-                f"{what}; {hooks.diagnose(step, hooks.batches(step + progress.passed_over), what)}"
-            )
+            micro = hooks.batches(max(step, 1) + progress.passed_over)  # at the start, the first ones
+            raise Diverged(f"{what}; {hooks.diagnose(step, micro, what)}")
         reached = not stop and found.get("val/loss", math.inf) <= target
         if step:
             clock.timed("outside", hooks.save, progress, stop or reached or step == cfg.steps)

@@ -53,6 +53,19 @@ def test_auto_is_online_only_with_a_key(tmp_path: Path, nobody: pytest.MonkeyPat
     assert sink("auto").mode == "offline"
 
 
+def test_a_run_without_a_key_says_how_to_send_it_later(tmp_path: Path, nobody, capsys):
+    for key, hint in ((None, "`wandb login`, then `ffnlab sync"), (KEY, "wandb; `ffnlab sync")):
+        if key:
+            nobody.setenv("WANDB_API_KEY", key)
+        tracker = sink("auto" if key is None else "offline")
+        tracker.start({"id": "abcd1234", "name": "r", "path": tmp_path}, {})
+        tracker.finish("done", {})
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"W&B: offline, in {tmp_path}/wandb; ")
+        assert hint in line
+        assert line.endswith(f"`ffnlab sync {tmp_path}` sends it")
+
+
 def test_a_key_in_netrc_counts_for_its_server(tmp_path: Path, nobody: pytest.MonkeyPatch):
     netrc = tmp_path / "home" / ".netrc"
     netrc.write_text(f"machine github.com\n  login me\n  password {KEY}\n")

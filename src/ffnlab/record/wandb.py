@@ -95,8 +95,9 @@ class WandbSink(Sink):
                 self._forget()
         if self.mode == "offline":
             self._run = self._init("offline", info, config)
-        else:
-            print(f"W&B: {self._run.url}", file=sys.stderr)
+        key = "" if logged_in() else "`wandb login`, then "
+        later = f"offline, in {info['path']}/wandb; {key}`ffnlab sync {info['path']}` sends it"
+        print(f"W&B: {self._run.url if self.mode == 'online' else later}", file=sys.stderr)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("val/loss", step_metric="step", summary="min")

@@ -1,5 +1,6 @@
 """The FFN of every layer: made from a plain configuration (width, activation, threshold), and found again."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -38,10 +39,11 @@ def is_absent(node: Any) -> bool:
     return isinstance(node, Mapping) and node.get("_target_") == f"{Absent.__module__}.{Absent.__qualname__}"
 
 
-def ffn_part(cfg: Config) -> Callable[..., FeedForward]:
+def ffn_part(cfg: Config) -> partial[FeedForward]:
     """The FFN class with its own options."""
     own = {key: value for key, value in dict(cfg["ffn"] or {}).items() if key not in SHARED_FFN}
-    return factory(own, "ffn", ("d_model", "d_ff", "make_act", "bias", "dropout"), packages(cfg))
+    given = ("d_model", "d_ff", "make_act", "bias", "dropout", "seq_len")
+    return factory(own, "ffn", given, packages(cfg))
 
 
 def act_part(cfg: Config) -> partial[nn.Module]:
@@ -55,7 +57,10 @@ def ffn_maker(cfg: Config, sizes: ModelSettings) -> Callable[[int], nn.Module]:
         return lambda layer: Absent()
     node = cfg["ffn"]
     bias = matrices(node["bias"], FFN_MATRICES, "ffn.bias")
-    make = partial(ffn_part(cfg), d_model=sizes.d_model, bias=bias, dropout=float(node["dropout"]))
+    part = ffn_part(cfg)
+    make = partial(part, d_model=sizes.d_model, bias=bias, dropout=float(node["dropout"]))
+    if "seq_len" in inspect.signature(part.func).parameters:  # few variants depend on the context
+        make = partial(make, seq_len=sizes.seq_len)
     act = act_part(cfg)
     threshold = factory(cfg["threshold"], "threshold", packages=packages(cfg))()
     if getattr(act.func, "shift_invariant", False) and getattr(threshold, "scope", "neuron") != "neuron":

@@ -14,13 +14,19 @@ from ffnlab.config import locate
 from ffnlab.nn.ffn.base import FFN
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONTEXT = 8  # of parts that ask for it
 
 
 def part(group: str, name: str) -> tuple[type, dict[str, Any]]:
     """The class and the options of configs/<group>/<name>.yaml for its constructor."""
     node = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{name}.yaml"))
     cls = locate(node["_target_"])
-    return cls, {key: node[key] for key in inspect.signature(cls).parameters if key in node}
+    return cls, {key: node[key] for key in inspect.signature(cls).parameters if key in node} | context(cls)
+
+
+def context(cls: type) -> dict[str, int]:
+    """The context that build gives to the few parts that ask for it."""
+    return {"seq_len": CONTEXT} if "seq_len" in inspect.signature(cls).parameters else {}
 
 
 @pytest.fixture

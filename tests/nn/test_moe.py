@@ -29,6 +29,7 @@ OPTIONS = {
     "d_ff": FF,
     "bias": frozenset(),
     "dropout": 0.0,
+    "seq_len": 20,
     "n_experts": E,
     "balance": 1.0,
     "z_loss": 0.0,
@@ -130,7 +131,7 @@ def test_the_balancing_loss_is_1_when_balanced_and_e_when_one_expert_has_all():
 def test_capacity_takes_the_earlier_positions_of_each_sequence(k, factor):
     chosen = torch.rand(6 * 12, E).topk(k).indices
     places = math.ceil(factor * 12 * k / E)
-    got = within_capacity(chosen, 12, E, factor).view(6, 12, k)
+    got = within_capacity(chosen, 12, E, places).view(6, 12, k)
     for sequence, kept in zip(chosen.view(6, 12, k), got, strict=True):
         left = [places] * E
         for token, marks in zip(sequence.tolist(), kept.tolist(), strict=True):
@@ -146,6 +147,18 @@ def test_no_token_is_routed_by_a_later_one(ffn):
     other = x.clone()
     other[0, 9] = (other[0, 9] + 1) % 97
     torch.testing.assert_close(gpt(x)[:, :9], gpt(other)[:, :9])
+
+
+@pytest.mark.parametrize("ffn", ["moe ffn.capacity_factor=0.5", "switch"])
+def test_a_token_is_routed_alike_in_a_short_text_and_in_a_long_one(ffn):
+    """A short text has the places of a whole context; with those of its own length the first tokens of a
+    sample would be dropped that training never drops.
+    """
+    gpt = make(*f"ffn={ffn}".split(), "model.zero_out=false").eval()
+    x = torch.randint(0, 97, (3, 16), generator=torch.Generator().manual_seed(0))
+    whole = gpt(x)
+    for length in (1, 2, 7):
+        torch.testing.assert_close(gpt(x[:, :length]), whole[:, :length])
 
 
 def test_a_sequence_is_routed_alike_in_every_batch(make_act):

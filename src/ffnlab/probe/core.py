@@ -88,8 +88,8 @@ class Observer:
         self.cost = {"forward": 0.0} | dict.fromkeys(probes, 0.0)
         device = next(model.parameters()).device
         self.places = batch[1].nonzero()  # (N, 2): window and position of every probed token
-        # How many choices an expert takes depends on the length of the window: such windows stay whole.
-        whole = any(getattr(module, "capacity_factor", None) for module in model.modules())
+        # Experts are full late in a window, behind the probed positions: to count drops it stays whole.
+        whole = any(getattr(module, "capacity", None) for module in model.modules())
         tokens, mask = batch if whole else crop(*batch)
         self.tokens, self.rows = tokens.to(device), mask.flatten().nonzero().squeeze(1).to(device)
         self.scan_tokens = None if scan is None or not settings.scan_tokens else scan.to(device)

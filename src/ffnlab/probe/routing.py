@@ -19,8 +19,9 @@ class Routing(Probe):
 
     `moe/L03/load_entropy`: -sum_e q_e ln q_e / ln E with q_e the share of expert e in the choices that were
     taken; 1 = balanced, 0 = one expert. `moe/L03/dropped_frac`: share of the choices that exceeded a
-    capacity. The array `L03/routing/load (expert)` holds q. `ffn/L03/width_frac`: mean share of the neurons
-    that a token keeps, in whole neurons; that share of the FFN's FLOPs is needed.
+    capacity, of all positions of the probed windows (it is the late ones that are dropped). The array
+    `L03/routing/load (expert)` holds q. `ffn/L03/width_frac`: mean share of the neurons that a token keeps,
+    in whole neurons; that share of the FFN's FLOPs is needed.
     """
 
     def __init__(self, *, every: int):
@@ -42,9 +43,8 @@ class Routing(Probe):
             ffn: Any = model.get_submodule(acts[0].rpartition(".experts.")[0])
             load = taken / taken.sum().clamp(min=1)
             entropy = torch.special.entr(load).sum().item() / max(math.log(len(acts)), 1e-9)
-            choices = len(captured.tokens) * ffn.top_k
             seen.scalars[f"moe/{label}/load_entropy"] = entropy
-            seen.scalars[f"moe/{label}/dropped_frac"] = 1 - taken.sum().item() / choices
+            seen.scalars[f"moe/{label}/dropped_frac"] = float(ffn.dropped_frac)
             seen.arrays[f"{label}/routing/load"] = (load.cpu().numpy(), ("expert",))
         for label, name in self.widths.items():
             seen.scalars[f"ffn/{label}/width_frac"] = captured.values[Site(name, "output")].mean().item()

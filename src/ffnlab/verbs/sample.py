@@ -122,11 +122,11 @@ def last_hidden(model: GPT, window: list[int], past: dict[Any, Tensor]) -> Float
 
 
 def can_follow(model: GPT) -> bool:
-    """Whether each part gives a token alone what it gives it among others: not an expert's capacity, which
-    all tokens of a window share, nor code of others, which need not know of it.
+    """Whether each part gives a token alone what it gives it among others: not an expert with a capacity,
+    which the tokens before it have used up, nor code of others, which need not know of it.
     """
     kinds = [type(m).__module__.partition(".")[0] for m in model.modules()]
-    shared = any(getattr(m, "capacity_factor", None) is not None for m in model.modules())
+    shared = any(getattr(m, "capacity", None) is not None for m in model.modules())
     return set(kinds) <= {"ffnlab", "torch"} and not shared
 
 

@@ -32,9 +32,10 @@ class MoE(FeedForward):
 
     Gates: g = p over the chosen experts, divided by their sum if `renormalise` (Mixtral, arXiv 2401.04088).
     Experts: MLPs, or GLUs if `gated`, of width d_ff each, each with its own matrices, as Muon needs them.
-    Capacity: with a `capacity_factor` an expert takes at most ceil(factor * T k / E) choices of a sequence of
-    T tokens, the earlier positions first, so that a later token cannot push out an earlier one; choices
-    beyond it are dropped and add nothing to y. null: dropless.
+    Capacity: with a `capacity_factor` an expert takes at most ceil(factor * T k / E) choices of a sequence, T
+    being the context that the model is trained with, the earlier positions first: a token is treated alike
+    in a long text and in a short one, and none is pushed out by a later one. Choices beyond the capacity are
+    dropped and add nothing to y; `dropped_frac` is their share in the last call in eval mode. null: dropless.
     Losses, summed over layers: balance * E sum_e f_e P_e with f the shares of the choices, P the mean of p:
     1 when balanced (Switch, arXiv 2101.03961, eq. 4; Hugging Face's is k times that), and
     z_loss * mean (logsumexp of the logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5).
@@ -49,6 +50,7 @@ class MoE(FeedForward):
         make_act: Callable[[int], nn.Module],
         bias: frozenset[str],
         dropout: float,
+        seq_len: int,
         n_experts: int,
         top_k: int,
         gated: bool,
@@ -64,7 +66,11 @@ class MoE(FeedForward):
         if capacity_factor is not None and capacity_factor <= 0:
             raise UserError(f"ffn.capacity_factor={capacity_factor}: expected null or a number above 0")
         self.d_model, self.d_ff, self.top_k, self.n_experts = d_model, d_ff, top_k, n_experts
-        self.renormalise, self.capacity_factor, self.matched = renormalise, capacity_factor, matched
+        self.renormalise, self.matched = renormalise, matched
+        self.capacity: int | None = None
+        if capacity_factor is not None:
+            self.capacity = math.ceil(capacity_factor * seq_len * top_k / n_experts)
+        self.dropped_frac: float | Tensor = 0.0
         self.balance, self.z_loss = balance, z_loss
         self.router = Router(d_model, n_experts, bias=False)
         kind = GatedFFN if gated else MLP
@@ -85,9 +91,11 @@ class MoE(FeedForward):
             self.penalty = self.balance * imbalance(probs, chosen) + self.z_loss * z_loss
         if self.renormalise:
             gates = gates / gates.sum(-1, keepdim=True)
-        if self.capacity_factor is not None:
-            taken = within_capacity(chosen, x.shape[-2], self.n_experts, self.capacity_factor)
+        if self.capacity is not None:
+            taken = within_capacity(chosen, x.shape[-2], self.n_experts, self.capacity)
             chosen = torch.where(taken, chosen, self.n_experts)
+            if not self.training:
+                self.dropped_frac = 1 - taken.float().mean()
         return self.experts(tokens, chosen, gates).view_as(x)
 
     def matched_parameters(self) -> int:
@@ -138,11 +146,9 @@ def imbalance(probs: Float[Tensor, "N E"], chosen: Int[Tensor, "N k"]) -> Float[
 
 
 def within_capacity(
-    chosen: Int[Tensor, "N k"], seq_len: int, n_experts: int, factor: float
+    chosen: Int[Tensor, "N k"], length: int, n_experts: int, capacity: int
 ) -> Bool[Tensor, "N k"]:
-    """Whether each choice is among the first ceil(factor * T k / E) of its expert in its sequence."""
-    k = chosen.shape[1]
-    capacity = math.ceil(factor * seq_len * k / n_experts)
-    by_sequence = chosen.view(-1, seq_len * k)
+    """Whether each choice is among the first `capacity` of its expert in its sequence of `length` tokens."""
+    by_sequence = chosen.view(-1, length * chosen.shape[1])
     place = F.one_hot(by_sequence, n_experts).cumsum(1).gather(2, by_sequence.unsqueeze(2))
     return (place <= capacity).view_as(chosen)

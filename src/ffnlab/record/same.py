@@ -21,7 +21,8 @@ def unequal(a: Path, b: Path) -> Iterator[str]:
     """Where the results of the runs in `a` and `b` differ, one sentence each; nothing when all is equal.
 
     Compared are the rows of metrics.jsonl without CLOCKS, every value of neurons.zarr, and every tensor and
-    number of every checkpoint, weights, optimizer, probes and progress. nan equals nan; 0.0 is not -0.0.
+    number of the checkpoints that both have, weights, optimizer, probes and progress; the last checkpoint must
+    be among these. nan equals nan; 0.0 is not -0.0.
     """
     yield from unequal_rows(a, b)
     yield from unequal_arrays(a, b)
@@ -60,10 +61,13 @@ def unequal_arrays(a: Path, b: Path) -> Iterator[str]:
 
 
 def unequal_checkpoints(a: Path, b: Path) -> Iterator[str]:
-    """Checkpoints that only one of them has, and tensors and numbers that differ."""
+    """Another last checkpoint, and tensors and numbers that differ in those that both have.
+
+    Which earlier ones are kept is no result: a stop saves one of its own, and an older one makes room for it.
+    """
     there, here = ({p.name for p in (run / "checkpoints").glob("step-*")} for run in (a, b))
-    for name in sorted(there ^ here):
-        yield f"checkpoints/{name}: only in {a if name in there else b}"
+    if (old_last := max(there, default="none")) != (new_last := max(here, default="none")):
+        yield f"checkpoints: the last is {old_last} and {new_last}"
     for name in sorted(there & here):
         try:
             old, new = (load(run / "checkpoints" / name) for run in (a, b))

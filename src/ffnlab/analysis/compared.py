@@ -187,8 +187,9 @@ def cost_notes(comparison: Comparison) -> list[str]:
     columns = {column.key for column in spent(comparison).columns}
     explained = {
         "skippable_frac": "skippable: share of the FLOPs of training in products with inactive neurons, at "
-        "the active fraction of the end: (1 - active) of all FFN products but the one that gives the "
-        "pre-activations, where the activation has exact zeros (needs a sparse kernel)",
+        "the active fraction of the end: (1 - active) of the products of FFN matrices with a row or a column "
+        "per neuron, but for the one that gives the pre-activations, where the activation has exact zeros "
+        "(needs a sparse kernel)",
         "at": "baseline steps: where the baseline's mean curve, under its own schedule, is at the arm's mean",
         "steps": f"target: {comparison.target:g}"
         if comparison.target is not None

@@ -135,6 +135,14 @@ def test_derivatives_by_finite_differences(name, make_act):
     assert torch.autograd.gradgradcheck(f, (x, *parameters))
 
 
+def test_power_is_what_the_kernel_for_one_token_takes_it_for(make_act):
+    named = {name: act.power for name in NAMES if (act := make_act(name, 9)).power is not None}
+    assert named == {"relu": 1, "relu2": 2}
+    x = torch.randn(7, 9)
+    for name, power in named.items():
+        assert torch.equal(make_act(name, 9)(x), x.clamp(min=0) ** power)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_zeros_is_what_it_says(name, make_act):
     """Where it says so, no output is negative and many are 0; elsewhere 0 is at most a point."""

@@ -97,6 +97,64 @@ def test_every_density_and_number_of_tokens(make_ffn, threshold: float, shape: t
         torch.testing.assert_close(sparse[name], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [frozenset(), ALL], ids=["no bias", "bias"])
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("unit", UNITS)
+def test_one_token_alone_is_as_among_others(
+    make_ffn, unit: str, threshold: str, bias: frozenset[str], dtype: torch.dtype
+):
+    """In sampling all is one call: it gives what the products give one by one, and the dense way but for
+    rounding.
+    """
+    for act in ("relu", "relu2", "relu6"):
+        if act != "relu2" and unit not in ("mlp", "reglu", "tied_reglu"):
+            continue
+        ffn = make_ffn(unit, act, d_model=45, d_ff=83, bias=bias, wrap=THRESHOLDS[threshold]).to(dtype).eval()
+        way = SparseWay(on=True)
+        torch.manual_seed(2)
+        for x in 2 * torch.randn(5, 1, 1, 45, dtype=dtype):
+            ffn.kernel = way
+            with torch.no_grad():
+                alone = ffn(x)
+                ffn.kernel = None
+                dense = ffn(x)
+            ffn.kernel = way
+            assert torch.equal(alone, ffn(x))  # where gradients are wanted, product by product
+            tolerance = 1e-5 if dtype is torch.float32 else 0.05
+            torch.testing.assert_close(alone, dense, rtol=tolerance, atol=tolerance)
+
+
+def test_one_token_after_the_weights_have_changed(make_ffn):
+    ffn = make_ffn("reglu", bias=ALL, wrap=THRESHOLDS["learned"]).eval()
+    ffn.kernel, x = SparseWay(on=True), torch.randn(1, 16)
+    for change in (
+        lambda: ffn.gate.weight.mul_(-1),
+        lambda: ffn.up.bias.add_(1),
+        lambda: ffn.act.threshold.fill_(0.1),
+        lambda: ffn.down.load_state_dict({"weight": torch.randn(16, 24), "bias": torch.ones(16)}),
+        lambda: setattr(ffn, "down", nn.Linear(24, 16)),
+        lambda: setattr(ffn.up, "weight", nn.Parameter(torch.randn(24, 16))),
+        lambda: setattr(ffn.gate, "weight", nn.Parameter(torch.randn(16, 24).t())),
+    ):
+        with torch.no_grad():
+            before = ffn(x)
+            change()
+            after, dense = ffn(x), ffn.down(ffn.hidden(x))
+        assert not torch.equal(before, after)
+        torch.testing.assert_close(after, dense)
+
+
+def test_weights_made_in_inference_mode(make_ffn):
+    """They do not count their versions."""
+    with torch.inference_mode():
+        ffn = make_ffn("mlp").eval()
+        ffn.kernel, x = SparseWay(on=True), torch.randn(1, 16)
+        first = ffn(x)
+        ffn.down.weight.mul_(2)
+        torch.testing.assert_close(ffn(x), 2 * first)
+
+
 def test_what_has_no_sparse_form_says_why(make_ffn):
     why = {
         ("mlp", "gelu"): "GELU is not zero",
@@ -132,9 +190,9 @@ def test_the_turned_matrix_is_kept_only_while_it_is_right(make_ffn):
     x = torch.randn(3, 16)
     with torch.no_grad():
         first = ffn(x)
-        kept = way.rows
+        kept = way.kept
         assert torch.equal(ffn(x), first)
-        assert way.rows is kept
+        assert way.kept is kept
         ffn.down.weight.mul_(2)
         torch.testing.assert_close(ffn(x), 2 * first)
 

@@ -359,7 +359,7 @@ template <class S> struct Dots {
   int64_t cols;
 
   // out[j] = a . w[idx[j]] for j = 0 .. N.
-  template <int N> inline void of(const int32_t* idx, S* out) const {
+  template <int N, class T> inline void of(const int32_t* idx, T* out) const {
     using E = Wide<S>;
     vf acc[N] = {};
     const S* row[N];
@@ -385,7 +385,7 @@ template <class S> struct Dots {
     for (int j = 0; j < N; j++) {
       float sum = total(acc[j]);
       for (int64_t c = whole; c < cols; c++) sum += a_tail[c - whole] * widen(row[j][c]);
-      out[j] = narrow<S>(sum);
+      out[j] = narrow<T>(sum);
     }
   }
 };
@@ -552,6 +552,78 @@ static int64_t compact(const S* pre, const S* c, int64_t c_step, int64_t rows, i
   return starts[rows];
 }
 
+// The active neurons of one token x (cols) whose pre-activations are w x + bias, for w (n, cols): `compact` of one row,
+// with the dense product before it. One call for both, as in sampling the way to a second one takes longer than the
+// threshold. `bias` may be null; `pre` has room for n.
+template <class S>
+static int64_t compact_token(const S* x, const S* w, const S* bias, const S* c, int64_t c_step, int64_t n, int64_t cols,
+                             int64_t d_ff, S* pre, int32_t* idx, S* val, int threads) {
+  constexpr int64_t ROWS = 8;
+  const int64_t blocks = (n + ROWS - 1) / ROWS;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int i = 0; i < threads; i++) {
+    std::vector<float> wide(cols + LANES), tail(2 * LANES);
+    spread(x, cols, wide.data(), tail.data());
+    for (int64_t b = blocks * i / threads; b < blocks * (i + 1) / threads; b++) {
+      const int64_t first = b * ROWS, count = std::min(ROWS, n - first);
+      const Dots<S> dots{x, wide.data(), tail.data(), w + first * cols, cols};
+      const int32_t each[ROWS] = {0, 1, 2, 3, 4, 5, 6, 7};
+      float sums[ROWS];
+      if (count == ROWS) dots.template of<ROWS>(each, sums);
+      else for (int64_t j = 0; j < count; j++) dots.template of<1>(each + j, sums + j);
+      for (int64_t j = 0; j < count; j++)
+        pre[first + j] = narrow<S>(bias ? sums[j] + widen(bias[first + j]) : sums[j]);
+    }
+  }
+  int64_t starts[2];
+  return compact(pre, c, c_step, 1, n, d_ff, 0, idx, val, starts, threads);
+}
+
+// out[k] = x . w[idx[k]] + bias[idx[k]] for k < m: sddmm of one token, whose entries the threads share.
+template <class S>
+static void dots_of_token(const S* x, const S* w, const S* bias, const int32_t* idx, int64_t m, int64_t cols, S* out,
+                          int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int i = 0; i < threads; i++) {
+    std::vector<float> wide(cols + LANES), tail(2 * LANES);
+    spread(x, cols, wide.data(), tail.data());
+    const Dots<S> dots{x, wide.data(), tail.data(), w, cols};
+    int64_t k = m * i / threads;
+    const int64_t end = m * (i + 1) / threads;
+    for (; k + 8 <= end; k += 8) dots.template of<8>(idx + k, out + k);
+    for (; k < end; k++) dots.template of<1>(idx + k, out + k);
+    for (k = m * i / threads; bias && k < end; k++) out[k] = narrow<S>(widen(out[k]) + widen(bias[idx[k]]));
+  }
+}
+
+// What an FFN makes of tokens, one at a time; null where it has no such matrix or bias.
+template <class S> struct Unit {
+  const S *way_in, *bias_in, *c;           // (n, cols), (n), (1) or (d_ff)
+  int64_t c_step, n, cols, d_ff;
+  const S *up, *up_bias;                   // gated: (d_ff, cols), (d_ff)
+  int64_t tied, power;                     // tied: times the pre-activation; max(0, x)^power
+  const S *rows, *bias;                    // way down: (d_ff, cols), (cols)
+};
+
+// y (cols) of x (cols), rounded where the products one by one would round.
+template <class S> static void token(const Unit<S>& u, const S* x, S* y, int threads) {
+  static thread_local Scratch pre_scratch, idx_scratch, val_scratch;
+  S *pre = pre_scratch.room<S>(std::max(u.n, u.d_ff)), *val = val_scratch.room<S>(u.d_ff + 16);
+  int32_t* idx = idx_scratch.room<int32_t>(u.d_ff + 16);
+  const int64_t m = compact_token(x, u.way_in, u.bias_in, u.c, u.c_step, u.n, u.cols, u.d_ff, pre, idx, val, threads);
+  if (u.up) dots_of_token(x, u.up, u.up_bias, idx, m, u.cols, pre, threads);
+  for (int64_t k = 0; k < m; k++) {
+    const float v = widen(val[k]);
+    S factor = pre[k];
+    if (u.tied) factor = narrow<S>(v + widen(u.c[idx[k] * u.c_step]));
+    if (u.power == 2) val[k] = narrow<S>(v * v);
+    if (u.up || u.tied) val[k] = narrow<S>(widen(val[k]) * widen(factor));
+  }
+  const int64_t crow[2] = {0, m};
+  spmm(crow, idx, val, u.rows, y, 1, u.d_ff, u.cols, threads);
+  for (int64_t c = 0; u.bias && c < u.cols; c++) y[c] = narrow<S>(widen(y[c]) + widen(u.bias[c]));
+}
+
 // Rows that stand `room` apart, one after the other: row t goes to offsets[t].
 template <class S>
 static void pack(const int32_t* idx, const S* val, const int64_t* offsets, int64_t rows, int64_t room, int32_t* idx_to,
@@ -615,9 +687,18 @@ static float multiply_add(int64_t times, int threads) {
                           int threads) {                                                                             \
     column_sums(ccol, order, val, sums, cols, threads);                                                              \
   }                                                                                                                  \
-  int64_t compact_##NAME(const S* pre, const S* c, int64_t c_step, int64_t rows, int64_t n, int64_t d_ff,               \
+  int64_t compact_##NAME(const S* pre, const S* c, int64_t c_step, int64_t rows, int64_t n, int64_t d_ff,            \
                       int64_t room, int32_t* idx, S* val, int64_t* starts, int threads) {                            \
     return compact(pre, c, c_step, rows, n, d_ff, room, idx, val, starts, threads);                                 \
+  }                                                                                                                  \
+  int64_t compact_token_##NAME(const S* x, const S* w, const S* bias, const S* c, int64_t c_step, int64_t n,         \
+                               int64_t cols, int64_t d_ff, S* pre, int32_t* idx, S* val, int threads) {              \
+    return compact_token(x, w, bias, c, c_step, n, cols, d_ff, pre, idx, val, threads);                              \
+  }                                                                                                                  \
+  void token_##NAME(const S* way_in, const S* bias_in, const S* c, int64_t c_step, int64_t n, int64_t cols,            \
+                    int64_t d_ff, const S* up, const S* up_bias, int64_t tied, int64_t power, const S* rows,         \
+                    const S* bias, const S* x, S* y, int threads) {                                                  \
+    token(Unit<S>{way_in, bias_in, c, c_step, n, cols, d_ff, up, up_bias, tied, power, rows, bias}, x, y, threads);  \
   }                                                                                                                  \
   void pack_##NAME(const int32_t* idx, const S* val, const int64_t* offsets, int64_t rows, int64_t room,             \
                    int32_t* idx_to, S* val_to, int threads) {                                                        \

@@ -25,10 +25,14 @@ def function(name: str) -> Any:
     return found
 
 
-def call(name: str, *args: Tensor | int) -> int:
-    """One function of the library: tensors go as pointers, numbers as int64, the number of threads last."""
-    given = (ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int64(a) for a in args)
-    return function(name)(*given, ctypes.c_int(torch.get_num_threads()))
+def argument(a: Tensor | int | None) -> ctypes.c_int64 | ctypes.c_void_p:
+    """Tensors go as pointers, None as the null pointer, numbers as int64."""
+    return ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
+
+
+def call(name: str, *args: Tensor | int | None) -> int:
+    """One function of the library; the number of threads goes last."""
+    return function(name)(*map(argument, args), ctypes.c_int(torch.get_num_threads()))
 
 
 def compact(
@@ -38,7 +42,7 @@ def compact(
     n = weight.shape[0]
     threshold = threshold.to(x.dtype).contiguous()
     if x.shape[0] == 1:
-        return compact_one(torch.nn.functional.linear(x, weight, bias), threshold, d_ff)
+        return compact_token(x, weight, bias, threshold, d_ff)
     size = block_rows(n * x.element_size())
     block = min(x.shape[0], size)
     pre, wide_val = x.new_empty(block, n), x.new_empty(block, d_ff + SLACK)
@@ -57,13 +61,51 @@ def compact(
     return row_starts(torch.cat([each.diff() for each in starts])), torch.cat(idx), torch.cat(val)
 
 
-def compact_one(pre: Tensor, threshold: Tensor, d_ff: int) -> tuple[Tensor, Tensor, Tensor]:
+def compact_token(
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor, d_ff: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The active neurons of one token, without the ways of many: in sampling they take longer than this."""
-    idx = pre.new_empty(d_ff + SLACK, dtype=torch.int32)
-    val, starts = pre.new_empty(d_ff + SLACK), pre.new_empty(2, dtype=torch.int64)
-    step, n = int(threshold.numel() > 1), pre.shape[1]
-    total = call(f"compact_{DTYPES[pre.dtype]}", pre, threshold, step, 1, n, d_ff, 0, idx, val, starts)
-    return starts, idx[:total], val[:total]
+    x, weight, (n, d_model) = x.contiguous(), weight.contiguous(), weight.shape
+    bias = None if bias is None else bias.contiguous()
+    idx = torch.empty(d_ff + SLACK, dtype=torch.int32)
+    val, pre = x.new_empty(d_ff + SLACK), x.new_empty(n)
+    step = int(threshold.numel() > 1)
+    name = f"compact_token_{DTYPES[x.dtype]}"
+    total = call(name, x, weight, bias, threshold, step, n, d_model, d_ff, pre, idx, val)
+    return torch.tensor((0, total)), idx[:total], val[:total]
+
+
+class Token:
+    """An FFN's y (1, D) of one token x (1, D), in one call: with as little to compute, every way through
+    Python counts. The operands are of one precision; a later change of them need not be seen.
+
+    `way_in` (n, D) gives the pre-activations; the hidden values are max(0, pre - C)^power, with `up` times
+    up x, when `tied` times pre; `rows` (F, D) is the way down.
+    """
+
+    def __init__(
+        self,
+        way_in: tuple[Tensor, Tensor | None],
+        threshold: Tensor,
+        up: tuple[Tensor, Tensor | None] | None,
+        down: tuple[Tensor, Tensor | None],
+        *,
+        tied: bool,
+        power: int,
+    ):
+        (rows, bias), (up_rows, up_bias) = down, up or (None, None)
+        sizes = (int(threshold.numel() > 1), *way_in[0].shape, rows.shape[0])
+        given = (*way_in, threshold, *sizes, up_rows, up_bias, int(tied), power, rows, bias)
+        self.given = [
+            a.contiguous() if isinstance(a, Tensor) else a for a in given
+        ]  # alive, as their addresses
+        self.function = functools.partial(function(f"token_{DTYPES[rows.dtype]}"), *map(argument, self.given))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self.function(argument(x), argument(y), ctypes.c_int(torch.get_num_threads()))
+        return y
 
 
 def block_rows(row_bytes: int) -> int:

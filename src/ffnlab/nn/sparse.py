@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ffnlab import kernels
+from ffnlab.kernels.cpu import Token
 from ffnlab.nn.ffn.base import FFN, GatedFFN
 from ffnlab.nn.ffn.dual_path import TwoDowns
 from ffnlab.nn.ffn.mlp import MLP
@@ -47,28 +48,31 @@ def as_product(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def linear(matrix: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+Operands = tuple[Tensor, Tensor | None]  # a matrix and its bias, if any, in the precision of a product
+
+
+def linear(matrix: nn.Module, dtype: torch.dtype) -> Operands:
     """Weight and bias in that precision."""
     assert isinstance(matrix, nn.Linear)
     return matrix.weight.to(dtype), None if matrix.bias is None else matrix.bias.to(dtype)
 
 
-def active(ffn: FFN, x: Float[Tensor, "T D"], matrix: nn.Module) -> Active:
-    """Where `matrix` gives pre-activations above C, and by how much."""
+def active(ffn: FFN, x: Float[Tensor, "T D"], way_in: Operands) -> Active:
+    """Where `way_in` gives pre-activations above C, and by how much."""
     _, threshold = activation(ffn)
     c = x.new_zeros(()) if threshold is None else threshold
-    return Active(*kernels.compact(x, *linear(matrix, x.dtype), c, ffn.d_ff))
+    return Active(*kernels.compact(x, *way_in, c, ffn.d_ff))
 
 
-def mlp(ffn: FFN, x: Float[Tensor, "T D"]) -> Active:
+def mlp(ffn: FFN, x: Float[Tensor, "T D"], up: Operands) -> Active:
     """act(up x), and of paired neurons act([up x, -up x])."""
-    found = active(ffn, x, ffn.up)
+    found = active(ffn, x, up)
     return found._replace(values=activation(ffn)[0](found.values))
 
 
-def tied(ffn: FFN, x: Float[Tensor, "T D"]) -> Active:
+def tied(ffn: FFN, x: Float[Tensor, "T D"], up: Operands) -> Active:
     """act(up x - C) * up x: the second factor is not shifted."""
-    found = active(ffn, x, ffn.up)
+    found = active(ffn, x, up)
     act, c = activation(ffn)
     pre = found.values
     if c is not None:
@@ -76,25 +80,24 @@ def tied(ffn: FFN, x: Float[Tensor, "T D"]) -> Active:
     return found._replace(values=act(found.values) * pre)
 
 
-def gated(ffn: FFN, x: Float[Tensor, "T D"]) -> Active:
+def gated(ffn: FFN, x: Float[Tensor, "T D"], gate: Operands, up: Operands) -> Active:
     """act(gate x) * up x: `up` only where the gate is open."""
-    assert isinstance(ffn, GatedFFN)
-    found = active(ffn, x, ffn.gate)
-    weight, bias = linear(ffn.up, x.dtype)
-    up = kernels.sddmm(found.crow, found.idx, x, weight)
+    found = active(ffn, x, gate)
+    weight, bias = up
+    values = kernels.sddmm(found.crow, found.idx, x, weight)
     if bias is not None:
-        up = up + bias[found.idx]
-    return found._replace(values=activation(ffn)[0](found.values) * up)
+        values = values + bias[found.idx]
+    return found._replace(values=activation(ffn)[0](found.values) * values)
 
 
-# The formula of a variant is that of its `hidden`; one that writes its own has no sparse form until it
-# stands here.
-HIDDEN: dict[Callable, Callable[[FFN, Tensor], Active]] = {
-    MLP.hidden: mlp,
-    PairedInit.hidden: mlp,
-    Paired.hidden: mlp,
-    TiedReGLU.hidden: tied,
-    GatedFFN.hidden: gated,
+# The formula of a variant is that of its `hidden`, with the names of the matrices that it reads; one that
+# writes its own has no sparse form until it stands here.
+HIDDEN: dict[Callable, tuple[Callable[..., Active], tuple[str, ...]]] = {
+    MLP.hidden: (mlp, ("up",)),
+    PairedInit.hidden: (mlp, ("up",)),
+    Paired.hidden: (mlp, ("up",)),
+    TiedReGLU.hidden: (tied, ("up",)),
+    GatedFFN.hidden: (gated, ("gate", "up")),
 }
 
 
@@ -110,12 +113,13 @@ def obstacle(ffn: FFN) -> str | None:
     return None
 
 
-def way_down(ffn: FFN) -> tuple[Tensor, Tensor | None]:
-    """The matrix (D, F) and the bias of the way down."""
-    if isinstance(ffn.down, TwoDowns):
-        return torch.cat([ffn.down.plus.weight, ffn.down.minus.weight], dim=1), ffn.down.plus.bias
-    assert isinstance(ffn.down, nn.Linear)
-    return ffn.down.weight, ffn.down.bias
+def by_neuron(down: nn.Module, dtype: torch.dtype) -> Operands:
+    """The way down with one row per neuron (F, D), and its bias."""
+    if isinstance(down, TwoDowns):
+        (plus, bias), (minus, _) = linear(down.plus, dtype), linear(down.minus, dtype)
+        return torch.cat([plus, minus], dim=1).t().contiguous(), bias
+    weight, bias = linear(down, dtype)
+    return weight.t().contiguous(), bias
 
 
 def watched(ffn: nn.Module) -> bool:
@@ -125,41 +129,81 @@ def watched(ffn: nn.Module) -> bool:
     return any(watched(part) for part in ffn._modules.values() if part is not None)
 
 
+class Matrices(NamedTuple):
+    """What the products read: the ways in, and the way down with one row per neuron."""
+
+    ways_in: tuple[Operands, ...]
+    down: Operands
+
+
+def matrices(ffn: FFN, dtype: torch.dtype) -> Matrices:
+    """Those of an FFN in that precision."""
+    _, names = HIDDEN[type(ffn).hidden]
+    return Matrices(tuple(linear(getattr(ffn, name), dtype) for name in names), by_neuron(ffn.down, dtype))
+
+
+def one_token(ffn: FFN, made: Matrices) -> Callable[[Tensor], Tensor] | None:
+    """The FFN for one token (1, D) at a time; None where no backend has it in one call."""
+    rows, _ = made.down
+    act, threshold = activation(ffn)
+    power = getattr(act, "power", None)
+    if rows.device.type != "cpu" or power is None or kernels.unavailable(rows.device, rows.dtype):
+        return None
+    c = rows.new_zeros(()) if threshold is None else threshold.detach().to(rows.dtype).contiguous()
+    gate, up = made.ways_in[0], made.ways_in[1] if len(made.ways_in) == 2 else None
+    return Token(gate, c, up, made.down, tied=HIDDEN[type(ffn).hidden][0] is tied, power=power)
+
+
 class SparseWay:
     """One FFN's sparse form. `on` says whether it is taken.
 
     Same parameters as the dense way, same results up to rounding. With dropout the same distribution, but
-    other draws. The down matrix is needed by rows of neurons: turned once per call in training; kept as
-    long as it does not change where no gradient is wanted.
+    other draws. The matrices in the precision of the products, and the way down turned, are made once per
+    call in training; kept as long as the parameters do not change where no gradient is wanted.
     """
 
     def __init__(self, *, on: bool):
         self.on = on
-        self.rows: tuple[tuple, Tensor, Tensor | None] | None = None
+        self.kept: tuple[object, Matrices, Callable[[Tensor], Tensor] | None] | None = None
 
     def takes(self, ffn: FFN) -> bool:
         """Whether the next call goes this way."""
         return self.on and not watched(ffn)
 
     def __call__(self, ffn: FFN, x: Float[Tensor, "... D"]) -> tuple[Tensor, Tensor]:
-        """y, and the hidden values that are not zero (nnz,)."""
+        """y, and the hidden values that are not zero (nnz,); none are given where nobody is to use them."""
         tokens = x.reshape(-1, ffn.d_model).to(as_product(x))
-        found = HIDDEN[type(ffn).hidden](ffn, tokens)
-        rows, bias = self.by_neuron(ffn, tokens.dtype)
+        if torch.is_grad_enabled():
+            self.kept = None  # an optimizer may change the weights and not count it as a version
+            made, token = matrices(ffn, tokens.dtype), None
+        else:
+            made, token = self.keep(ffn, tokens.dtype)
+        if token is not None and len(tokens) == 1 and not ffn.training:
+            return token(tokens).view(x.shape), tokens.new_empty(0)
+        found = HIDDEN[type(ffn).hidden][0](ffn, tokens, *made.ways_in)
+        rows, bias = made.down
         y = kernels.spmm(found.crow, found.idx, ffn.dropout(found.values), rows)
-        y = y if bias is None else y + bias.to(y.dtype)
+        y = y if bias is None else y + bias
         return y.view(*x.shape[:-1], ffn.d_model), found.values
 
-    def by_neuron(self, ffn: FFN, dtype: torch.dtype) -> tuple[Float[Tensor, "F D"], Tensor | None]:
-        """The way down with one row per neuron, and its bias."""
-        # What the matrix is made of, not itself: two matrices joined are a new tensor at every call.
-        key = (dtype, *((p.data_ptr(), p._version) for p in ffn.down.parameters()))
-        if torch.is_grad_enabled():
-            self.rows = None  # an optimizer may change the weights and not count it as a version
-        elif self.rows is not None and self.rows[0] == key:
-            return self.rows[1], self.rows[2]
-        matrix, bias = way_down(ffn)
-        rows = matrix.to(dtype).t().contiguous()
-        if not torch.is_grad_enabled():
-            self.rows = key, rows, bias
-        return rows, bias
+    def keep(self, ffn: FFN, dtype: torch.dtype) -> tuple[Matrices, Callable[[Tensor], Tensor] | None]:
+        """What was made of the parameters, made again when they are others."""
+        key = (dtype, versions(ffn))
+        if self.kept is None or self.kept[0] != key:
+            made = matrices(ffn, dtype)
+            self.kept = key, made, None if torch.compiler.is_compiling() else one_token(ffn, made)
+        return self.kept[1:]
+
+
+def versions(module: nn.Module) -> object:
+    """What is another one as soon as a parameter or a buffer of the module may have changed."""
+    found, parts = [], [module]
+    while parts:
+        part = parts.pop()
+        parts += filter(None, part._modules.values())
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                if tensor.is_inference():  # such tensors do not count their versions
+                    return object()
+                found += (tensor.data_ptr(), tensor._version)
+    return tuple(found)

@@ -21,8 +21,8 @@ def unequal(a: Path, b: Path) -> Iterator[str]:
     """Where the results of the runs in `a` and `b` differ, one sentence each; nothing when all is equal.
 
     Compared are the rows of metrics.jsonl without CLOCKS, every value of neurons.zarr, and every tensor and
-    number of the checkpoints that both have, weights, optimizer, probes and progress; the last checkpoint must
-    be among these. nan equals nan; 0.0 is not -0.0.
+    number (weights, optimizer, probes, progress) of the checkpoints that both have, which the last must be.
+    nan equals nan; 0.0 is not -0.0.
     """
     yield from unequal_rows(a, b)
     yield from unequal_arrays(a, b)

@@ -12,6 +12,7 @@ class ReLU(Activation):
     """max(0, x). Derivative 1 for x > 0, else 0: an inactive neuron gets no gradient (Nair & Hinton 2010)."""
 
     exact_zeros = rectifies = True
+    power = 1
 
     def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
         return nn.functional.relu(pre)
@@ -55,6 +56,7 @@ class ReLU2(Activation):
     """max(0, x)^2, derivative 2 max(0, x) (So et al., Primer, arXiv 2109.08668)."""
 
     exact_zeros = rectifies = True
+    power = 2
 
     def forward(self, pre: Float[Tensor, "... F"]) -> Float[Tensor, "... F"]:
         return squared_relu(pre)

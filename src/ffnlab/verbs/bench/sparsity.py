@@ -18,7 +18,7 @@ from ffnlab.nn.ffn.base import FFN, GatedFFN
 from ffnlab.nn.gpt import ModelSettings
 from ffnlab.nn.penalty import take
 from ffnlab.nn.rate import product
-from ffnlab.nn.sparse import SparseWay, activation, active, obstacle
+from ffnlab.nn.sparse import SparseWay, activation, active, linear, obstacle
 from ffnlab.nn.threshold import FixedThreshold
 from ffnlab.verbs.bench.contest import Part, alternate
 from ffnlab.verbs.bench.steps import Stopwatch
@@ -126,14 +126,14 @@ class Case:
         """Each sparse product, and the dense one that it stands for, on the same operands."""
         way_in = self.ffn.gate if isinstance(self.ffn, GatedFFN) else self.ffn.up
         assert isinstance(way_in, nn.Linear)
-        x, w = self.x.to(self.dtype), way_in.weight.to(self.dtype)
+        x, (w, bias) = self.x.to(self.dtype), linear(way_in, self.dtype)
         n = self.ffn.d_ff
-        crow, idx, values = active(self.ffn, x, way_in)
+        crow, idx, values = active(self.ffn, x, (w, bias))
         hidden = x.new_zeros(len(x), n)
         hidden[row_of(crow, idx), idx.long()] = values
         rows = w if len(w) == n else torch.cat([w, -w])[:n]
         return {
-            "compact": (lambda: (x @ w.T - 1).relu(), lambda: active(self.ffn, x, way_in)),
+            "compact": (lambda: (x @ w.T - 1).relu(), lambda: active(self.ffn, x, (w, bias))),
             "spmm": (lambda: hidden @ rows, lambda: kernels.spmm(crow, idx, values, rows)),
             "sddmm": (lambda: x @ rows.T, lambda: kernels.sddmm(crow, idx, x, rows)),
             # A copy of the pattern: that of the last call is not turned again.
@@ -157,7 +157,7 @@ class Case:
             rows.append({"section": "products", "name": name, **row})
         return rows
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode, in which autocast keeps nothing
     def token(self, rounds: int) -> dict[str, Any]:
         """One token forward."""
         way = SparseWay(on=True)
@@ -165,13 +165,14 @@ class Case:
         def call(kernel: SparseWay | None) -> Callable[[], Tensor]:
             def forward() -> Tensor:
                 self.ffn.kernel = kernel
-                with self.autocast():
-                    return self.ffn(self.x[:1])
+                return self.ffn(self.x[:1])
 
             return forward
 
         dense, sparse = (Timed(call(kernel), self.device) for kernel in (None, way))
-        alternate([dense, sparse], PER_TOKEN * rounds)
+        self.ffn.eval()
+        with self.autocast():  # one for all calls: both ways keep the matrices in its precision
+            alternate([dense, sparse], PER_TOKEN * rounds)
         bound = (1 + self.sparse_matrices) / (1 + self.sparse_matrices * self.density)
         own = figures(dense.seconds, sparse.seconds)
         return {"section": "token", "name": type(self.ffn).__name__, **own, "bound": bound}

@@ -7,6 +7,7 @@ round.
 
 ffn: forward and backward, and the bytes that wait for the backward pass. The bound is that of the operations
 that are left if the sparse products ran at the dense rate: mlp 6 / (1 + 5 p), gated units 9 / (1 + 8 p).
+`auto goes` is the way that ffn.kernel=auto would take, by a table timed just before, as it does before a run.
 products: each one alone; FLOP/s count what is useful, 2 D for each active pair. Each pair takes a row of D
 numbers through the caches: `of L2` is that traffic over what the threads read from L2 at most, measured
 first; above 100 % the rows came from L1.
@@ -28,7 +29,7 @@ from ffnlab.kernels.ops import compiled
 from ffnlab.nn.rate import machine
 from ffnlab.verbs import mebibytes, show
 from ffnlab.verbs.bench.contest import add_contest_arguments, at_least_one, report
-from ffnlab.verbs.bench.sparsity import Case
+from ffnlab.verbs.bench.sparsity import Case, auto_limit
 
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.4)
 SHAPES = ("384x1536", "768x3072")
@@ -60,13 +61,12 @@ def run(args: argparse.Namespace) -> int:
     precisions = ["fp32", "bf16"] if has_bf16(device) else ["fp32"]
     tokens = args.tokens or TOKENS
     bounds = limits(threads) if device.type == "cpu" and compiled() is None else None
-    rows = [
-        row
-        for d_model, d_ff in shapes
-        for precision in precisions
-        for density in args.densities
-        for row in Case(cfg, d_model, d_ff, density, precision, device, tokens, bounds).rows(args.rounds)
-    ]
+    rows = []
+    for (d_model, d_ff), precision in itertools.product(shapes, precisions):
+        limit = auto_limit(cfg, d_model, d_ff, precision, device, tokens)
+        for density in args.densities:
+            case = Case(cfg, d_model, d_ff, density, precision, device, tokens, bounds, limit)
+            rows += case.rows(args.rounds)
     facts = {
         "machine": machine(device, DTYPES[precisions[-1]]),
         "threads": threads,
@@ -92,7 +92,7 @@ def present(facts: Mapping[str, Any]) -> None:
     if facts["limits"]:
         l1, l2, flop = facts["limits"].values()
         print(f"L1 {l1 / 1e9:.0f} GB/s, L2 {l2 / 1e9:.0f} GB/s, fp32 {flop / 1e9:.0f} GFLOP/s in registers")
-    headers += ("useful GFLOP/s", "of L2", "kept, dense", "kept, sparse")
+    headers += ("auto goes", "useful GFLOP/s", "of L2", "kept, dense", "kept, sparse")
     for section, title in SECTIONS.items():
         rows = [cells(row) for row in facts["rows"] if row["section"] == section]
         tokens = 1 if section == "token" else facts["tokens"]
@@ -111,6 +111,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["name"],
         *(f"{row[key]:.3g}" for key in ("dense_ms", "sparse_ms")),
         *(f"{row[key]:.2f}" for key in ("speedup", "bound")),
+        row["auto"] or "",
         "" if useful is None else f"{useful / 1e9:.0f}",
         "" if row["of_l2"] is None else f"{row['of_l2']:.0%}",
         *("" if each is None else mebibytes(each) for each in kept),

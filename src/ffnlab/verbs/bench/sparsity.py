@@ -13,7 +13,8 @@ from ffnlab.device import DTYPES, autocast
 from ffnlab.errors import UserError
 from ffnlab.kernels.limits import Limits
 from ffnlab.kernels.reference import row_of
-from ffnlab.nn.crossover import place
+from ffnlab.nn.crossover import TOKENS as AUTO_TOKENS
+from ffnlab.nn.crossover import crossover, place, timed
 from ffnlab.nn.ffn.base import FFN, GatedFFN
 from ffnlab.nn.gpt import ModelSettings
 from ffnlab.nn.penalty import take
@@ -46,6 +47,7 @@ def figures(dense: list[float], sparse: list[float]) -> dict[str, Any]:
         "dense_ms": 1e3 * median(dense),
         "sparse_ms": 1e3 * median(sparse),
         "speedup": median(d / s for d, s in zip(dense, sparse, strict=True)),
+        "auto": None,
         "useful_flop_per_s": None,
         "of_l2": None,
         "dense_saved_bytes": None,
@@ -66,8 +68,10 @@ class Case:
         device: torch.device,
         tokens: int,
         limits: Limits | None,
+        auto_limit: float,
     ):
         torch.manual_seed(0)
+        self.auto_limit = auto_limit
         self.density, self.precision, self.device, self.limits = density, precision, device, limits
         self.dtype, self.autocast = DTYPES[precision], autocast(device, precision)
         self.ffn = ffn(cfg, d_model, d_ff)
@@ -117,6 +121,7 @@ class Case:
             "name": type(self.ffn).__name__,
             **figures([t.both for t in dense.times], [t.both for t in sparse.times]),
             "bound": (1 + sparse_products) / (1 + sparse_products * self.density),
+            "auto": "sparse" if self.density < self.auto_limit else "dense",
             "dense_saved_bytes": dense.saved_bytes,
             "sparse_saved_bytes": sparse.saved_bytes,
         }
@@ -176,6 +181,17 @@ class Case:
         bound = (1 + self.sparse_matrices) / (1 + self.sparse_matrices * self.density)
         own = figures(dense.seconds, sparse.seconds)
         return {"section": "token", "name": type(self.ffn).__name__, **own, "bound": bound}
+
+
+def auto_limit(
+    cfg: Mapping[str, Any], d_model: int, d_ff: int, precision: str, device: torch.device, tokens: int
+) -> float:
+    """The density up to which `ffn.kernel=auto` goes the sparse way: timed anew, as before a run."""
+    torch.manual_seed(0)
+    made = ffn(cfg, d_model, d_ff).to(device)
+    if obstacle(made) or kernels.unavailable(device, DTYPES[precision]):
+        return 0.0
+    return crossover(timed(made, min(tokens, AUTO_TOKENS), autocast(device, precision)))
 
 
 def ffn(cfg: Mapping[str, Any], d_model: int, d_ff: int) -> FFN:

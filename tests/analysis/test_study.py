@@ -174,6 +174,32 @@ def test_the_spread_of_seed_noise(study: Path, root: Path):
         main(of(study))
 
 
+def test_the_time_that_the_sparse_way_saves(study: Path, root: Path):
+    """Of runs with one second a step, and with half of it from the second step on."""
+    folder = Path("outputs/payoff")
+    for arm, seed in (("c_dense", 0), ("c_auto", 0), ("relu_auto", 0), ("c_dense", 1)):
+        run = shutil.copytree(f"outputs/study/a-s{seed}", folder / f"{arm}-s{seed}")
+        config = yaml.safe_load((run / "config.yaml").read_text()) | {"arm": arm}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        (run / "metrics.jsonl").unlink()
+        metrics = Metrics(run / "metrics.jsonl")
+        later = 0.5 if arm == "c_auto" else 1.0
+        for step in range(5):
+            spent = step if step < 1 else 1 + later * (step - 1)
+            row = {"step": step, "time_s": spent, "perf/sparse_frac": step / 4, "val/loss": 3 - step / 10}
+            metrics.append(row | {"probe/activity/L00/active_frac": 0.5 - step / 10})
+        metrics.close()
+    found = opened(study, folder, Path("elsewhere"))
+    runpy.run_path(str(root / "experiments/sparsity_payoff/figures.py"))["main"](found)
+    (row,) = csv.DictReader(
+        Path("elsewhere/payoff.csv").read_text().splitlines()
+    )  # of the one pair that is whole
+    expected = {"start": 0.5, "end": 0.1, "sparse_frac": 1, "dense_s": 4, "auto_s": 2.5, "ratio": 1.6}
+    expected |= {"late_ratio": 2, "dense_loss": 2.6, "auto_loss": 2.6, "dense_loss_then": 2.75}
+    assert {key: float(row[key]) for key in expected} == pytest.approx(expected)
+    assert Path("elsewhere/payoff.png").exists()
+
+
 def test_every_study_of_the_repository_has_its_figures(root: Path):
     for file in root.glob("configs/experiment/*.yaml"):
         folder = root / "experiments" / file.stem

@@ -98,14 +98,14 @@ def draw(found: dict[str, dict[str, Pair]]) -> Figure:
 def lines(name: str, label: str | None, pair: Pair, left: Axes, middle: Axes, right: Axes) -> None:
     """Those of one pair."""
     dense, auto = pair
-    look: dict[str, Any] = {"color": COLOURS[name], "linewidth": 1, "linestyle": "-"}
-    left.plot(*density(auto), label=label, **look)
+    look: dict[str, Any] = {"color": COLOURS[name], "linewidth": 1}
+    left.plot(*density(auto), label=label, linestyle="-", **look)
     steps = dense.series("time_s")[0]
     steps = steps[steps > 0]
-    middle.plot(steps, seconds(dense, steps) / seconds(auto, steps), **look)
+    middle.plot(steps, seconds(dense, steps) / seconds(auto, steps), linestyle="-", **look)
     for run, line in ((dense, "--"), (auto, "-")):
         at, losses = run.series("val/loss")
-        right.plot(seconds(run, at), losses, **(look | {"linestyle": line}))
+        right.plot(seconds(run, at), losses, linestyle=line, **look)
 
 
 def main(study: Study) -> None:

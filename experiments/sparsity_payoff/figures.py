@@ -1,5 +1,6 @@
 """Reads outputs/sparsity_payoff, writes results/: each activation with the sparse way where it is the faster
-one (auto) against the dense way, seed by seed; then the arms against `c_dense`, all runs, layers at the end.
+one (auto) against the dense way, seed by seed, and its density by layer; then the arms against `c_dense`, all
+runs, layers at the end.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from ffnlab.analysis.conclude import conclude, last, ran
 from ffnlab.analysis.costs import ACTIVE, active
 from ffnlab.analysis.runs import Run
 from ffnlab.analysis.study import Study, script
-from ffnlab.analysis.style import BLUE, GREEN, GREY, ORANGE, VERMILION, style
+from ffnlab.analysis.style import BLUE, GREEN, GREY, ORANGE, VERMILION, ordered, style
 from ffnlab.analysis.tables import Column, Table
 
 NAMES = {"c": "ReLU², learned C", "relu2": "ReLU²", "relu": "ReLU", "l1": "ReLU², L1"}
@@ -95,6 +96,25 @@ def draw(found: dict[str, dict[str, Pair]]) -> Figure:
     return picture
 
 
+def draw_layers(found: dict[str, dict[str, Pair]]) -> Figure:
+    """Density over training, a panel for each activation and a line for each layer, mean over the seeds."""
+    with style():
+        picture = Figure(figsize=(0.8 + 3.2 * len(found), 3.2), layout="constrained")
+        for axes, (name, by_seed) in zip(
+            picture.subplots(1, len(found), squeeze=False, sharey=True)[0], found.items(), strict=True
+        ):
+            runs = [auto for _, auto in by_seed.values()]
+            keys = runs[0].keys(ACTIVE)
+            for key, colour in zip(keys, ordered(len(keys)), strict=True):
+                steps = runs[0].series(key)[0]
+                values = np.mean([run.series(key)[1] for run in runs], axis=0)
+                axes.plot(steps, values, label=key.split("/")[2], color=colour, linewidth=1)
+            axes.set(title=NAMES[name], xlabel="step", ylim=(0, None))
+        picture.axes[0].set_ylabel("active fraction")
+        picture.axes[-1].legend(ncols=2)
+    return picture
+
+
 def lines(name: str, label: str | None, pair: Pair, left: Axes, middle: Axes, right: Axes) -> None:
     """Those of one pair."""
     dense, auto = pair
@@ -117,6 +137,7 @@ def main(study: Study) -> None:
         study.save("payoff.csv", tables.to_csv(table))
         study.save("payoff.md", f"{tables.markdown(table)}\n\n- {ran(runs)}\n")
         study.draw("payoff.png", draw(found), dpi=110)
+        study.draw("density.png", draw_layers(found), dpi=110)
     conclude(study, baseline="c_dense")
 
 

@@ -240,6 +240,18 @@ def test_sizes_and_sampling_errors() -> None:
     assert geometry.sampling_sd(0.5, 128) == pytest.approx(0.044, abs=5e-4)
 
 
+@pytest.mark.parametrize(("frac", "at_768"), [(0.7, 0.0179), (0.5, 0.0288), (0.3, 0.0418), (0.1, 0.0633)])
+def test_what_selected_inputs_have_in_common(frac: float, at_768: float) -> None:
+    """E53, against the integral of the density of dot products, and the normal distribution."""
+    shift = geometry.selected_shift(frac, 768)
+    assert shift == pytest.approx(at_768, abs=5e-5)
+    z = stats.norm.ppf(frac)
+    assert shift == pytest.approx(stats.norm.pdf(z) / (frac * math.sqrt(768)), rel=0.003)
+    t = geometry.threshold_for(frac, 1, 8) / math.sqrt(8)
+    mean, _ = quad(lambda z: z * geometry.dot_density(np.array(z), 8), t, 1)
+    assert geometry.selected_shift(frac, 8) == pytest.approx(mean / frac, rel=1e-6)
+
+
 @pytest.mark.parametrize("scheme", ["uniform", "normal", "he", "xavier", "gpt2"])
 def test_the_spread_before_training_is_that_of_the_weights_as_drawn(scheme: str) -> None:
     d, f = 96, 384

@@ -197,7 +197,8 @@ def test_the_time_that_the_sparse_way_saves(study: Path, root: Path):
     expected = {"start": 0.5, "end": 0.1, "sparse_frac": 1, "dense_s": 4, "auto_s": 2.5, "ratio": 1.6}
     expected |= {"late_ratio": 2, "dense_loss": 2.6, "auto_loss": 2.6, "dense_loss_then": 2.75}
     assert {key: float(row[key]) for key in expected} == pytest.approx(expected)
-    assert Path("elsewhere/payoff.png").exists() and Path("elsewhere/density.png").exists()
+    assert Path("elsewhere/payoff.png").exists()
+    assert Path("elsewhere/density.png").exists()
 
 
 def test_every_study_of_the_repository_has_its_figures(root: Path):

@@ -15,6 +15,7 @@ from ffnlab.analysis.geometry.fractions import (
     mean_abs,
     paired,
     sampling_sd,
+    selected_shift,
     threshold_for,
 )
 from ffnlab.analysis.geometry.sphere import (
@@ -48,6 +49,7 @@ __all__ = [
     "on_circle",
     "paired",
     "sampling_sd",
+    "selected_shift",
     "share_above",
     "share_beyond",
     "threshold_for",

@@ -7,7 +7,7 @@ spread evenly on the sphere of radius sqrt(D), whose standard deviation is s too
 import math
 from typing import NamedTuple
 
-from scipy.special import betaincinv, ndtr, ndtri
+from scipy.special import betaincinv, betaln, ndtr, ndtri
 
 from ffnlab.analysis.geometry.sphere import share_above
 from ffnlab.errors import UserError
@@ -50,6 +50,20 @@ def paired(c: float, s: float, d: int | None = None) -> Paired:
     """
     unit = active_frac(c, s, d)
     return Paired(unit, min(1.0, 2 * unit))
+
+
+def selected_shift(frac: float, d: int) -> float:
+    """|E[x | w x > C]| / sqrt(D) of x evenly on the sphere of radius sqrt(D), with C such that w x > C for
+    this share of them.
+
+    It is E[z | z > t] = (1 - t^2)^((D - 1)/2) / ((D - 1) B(1/2, (D - 1)/2) frac), z the dot product of unit
+    vectors with P(z > t) = frac: nearly phi(Phi^-1(frac)) / (frac sqrt(D)). 0.0179, 0.0288, 0.0418 and
+    0.0633 for 70, 50, 30 and 10 % at D = 768: the fewer tokens a neuron answers to, the more they have in
+    common (E53).
+    """
+    t = threshold_for(frac, 1, d) / math.sqrt(d)
+    density = (d - 1) / 2 * math.log1p(-t * t) - float(betaln(0.5, (d - 1) / 2))
+    return math.exp(density) / ((d - 1) * frac)
 
 
 def mean_abs(s: float) -> float:

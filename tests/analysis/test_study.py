@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import runpy
 import shutil
 import sys
@@ -199,6 +200,30 @@ def test_the_time_that_the_sparse_way_saves(study: Path, root: Path):
     assert {key: float(row[key]) for key in expected} == pytest.approx(expected)
     assert Path("elsewhere/payoff.png").exists()
     assert Path("elsewhere/density.png").exists()
+
+
+def test_what_selected_tokens_have_in_common(study: Path, root: Path):
+    """The part of chance is taken out layer by layer, and the layers are taken together in the square."""
+    for run in Path("outputs/study").glob("a-s*"):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["model"] = config.get("model", {}) | {"d_model": 128}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        (run / "metrics.jsonl").unlink()
+        metrics = Metrics(run / "metrics.jsonl")
+        for step in range(2):
+            row: dict[str, float] = {"step": step, "val/loss": 3.0}
+            for layer, shift in (("L00", 0.5), ("L01", 0.13)):
+                row |= {f"probe/activity/{layer}/active_frac": 0.5 - 0.2 * step}
+                row |= {f"probe/selection/{layer}/shift": shift * (1 + step)}
+                row |= {f"probe/selection/{layer}/chance_shift": 0.3 if layer == "L00" else 0.05}
+            metrics.append(row)
+        metrics.close()
+    runpy.run_path(str(root / "experiments/threshold/figures.py"))["main"](of(study))
+    (row,) = csv.DictReader((study / "results/selection.csv").open())  # the other arm did not record it
+    assert (row["arm"], row["seeds"]) == ("a", "3")
+    expected = {"active_start": 0.5, "active_end": 0.3, "start": math.sqrt((0.4**2 + 0.12**2) / 2)}
+    expected |= {"expected": 0.0707, "end": math.sqrt((1.0 - 0.3**2 + 0.26**2 - 0.05**2) / 2), "start_sd": 0}
+    assert {key: float(row[key]) for key in expected} == pytest.approx(expected, rel=1e-3)
 
 
 def test_every_study_of_the_repository_has_its_figures(root: Path):

@@ -11,15 +11,15 @@ from ffnlab.kernels import build
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An empty cache and nothing loaded."""
     monkeypatch.setenv("FFNLAB_CACHE", str(tmp_path))
-    build.library.cache_clear()
+    build.attempt.cache_clear()
     yield tmp_path
-    build.library.cache_clear()
+    build.attempt.cache_clear()
 
 
 def test_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch):
     build.library()
     (kept,) = (fresh / "kernels").iterdir()
-    build.library.cache_clear()
+    build.attempt.cache_clear()
     monkeypatch.setattr(build, "compile_to", lambda *_: pytest.fail("compiled again"))
     build.library()
     assert kept.suffix == ".so"
@@ -34,11 +34,15 @@ def test_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_compiler_that_fails_leaves_nothing_behind(fresh: Path, monkeypatch: pytest.MonkeyPatch):
     broken = fresh / "c++"
-    broken.write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
+    broken.write_text("#!/bin/sh\necho 'no such header' >&2\necho . >> \"$0.calls\"\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(build.NoCompiler, match="no such header"):
         build.library()
+    calls = (fresh / "c++.calls").read_text()
+    with pytest.raises(build.NoCompiler, match="no such header"):
+        build.library()
+    assert (fresh / "c++.calls").read_text() == calls  # it is not asked again
     assert not list((fresh / "kernels").iterdir())
 
 
@@ -49,6 +53,17 @@ def test_a_torn_library_is_made_again(fresh: Path, monkeypatch: pytest.MonkeyPat
     torn.parent.mkdir(parents=True)
     torn.write_bytes(kept.read_bytes()[:100])
     monkeypatch.setenv("FFNLAB_CACHE", str(fresh / "elsewhere"))
-    build.library.cache_clear()
+    build.attempt.cache_clear()
     assert build.library().spmm_f32
     assert torn.stat().st_size == kept.stat().st_size
+
+
+def test_a_library_that_others_can_write_is_made_again(fresh: Path):
+    build.library()
+    (kept,) = (fresh / "kernels").iterdir()
+    kept.chmod(0o777)
+    before = kept.stat().st_ino
+    build.attempt.cache_clear()
+    assert build.library().spmm_f32
+    assert kept.stat().st_ino != before
+    assert not kept.stat().st_mode & 0o022

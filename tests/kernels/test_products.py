@@ -201,6 +201,7 @@ def test_operators_tell_the_truth_about_themselves():
         (OPS.sddmm, (crow, idx, x, down)),
         (OPS.spmm_t, (crow, idx, values, x, 12)),
         (OPS.column_sums, (crow, idx, values, 12)),
+        (OPS.spread, (crow, idx, bias)),
     ):
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         assert set(torch.library.opcheck(op.default, args, test_utils=tests).values()) == {"SUCCESS"}

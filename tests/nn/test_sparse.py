@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ffnlab import build
 from ffnlab.errors import UserError
 from ffnlab.nn import crossover
+from ffnlab.nn.act.relu import ReLU2
 from ffnlab.nn.crossover import Kernels
 from ffnlab.nn.ffn.base import FFN
 from ffnlab.nn.gpt import run_block_checkpointed
@@ -85,6 +86,59 @@ def test_bf16_is_as_near_to_fp32_as_the_dense_way(make_ffn, unit: str):
     dense, sparse = both(ffn, x, torch.bfloat16)
     for name, want in exact.items():
         assert distance(sparse[name], want) <= 1.5 * distance(dense[name], want) + 1e-3, name
+
+
+def test_the_bias_of_a_gated_unit_has_its_gradient_summed_in_fp32(make_ffn):
+    """Over 4,096 tokens: added up in bf16, it was half of what it is."""
+    ffn = make_ffn("reglu", "relu2", d_model=16, d_ff=32, bias=ALL)
+    torch.manual_seed(2)
+    x = 2 * torch.randn(4096, 16)
+    exact, _ = both(ffn, x)
+    dense, sparse = both(ffn, x, torch.bfloat16)
+    assert distance(sparse["up.bias"], exact["up.bias"]) <= 1.5 * distance(dense["up.bias"], exact["up.bias"])
+
+
+@pytest.mark.parametrize(("unit", "threshold"), [("reglu", "none"), ("tied_reglu", "per neuron")])
+def test_two_threads_give_the_same_gradients_again(make_ffn, unit: str, threshold: str):
+    """With more pairs than a thread takes by itself."""
+    ffn = make_ffn(unit, "relu2", d_model=16, d_ff=64, bias=ALL, wrap=THRESHOLDS[threshold])
+    ffn.kernel = SparseWay(on=True)
+    torch.manual_seed(2)
+    x = 2 * torch.randn(2048, 16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = {name: value.clone() for name, value in results(ffn, x).items()}
+        for _ in range(5):
+            assert all(torch.equal(value, first[name]) for name, value in results(ffn, x).items())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_token_of_an_activation_with_a_formula_of_its_own(make_ffn):
+    """It inherits the power of its parent, and is not computed by it."""
+
+    class Doubled(ReLU2):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    ffn = make_ffn("mlp").eval()
+    ffn.act = Doubled(d_ff=ffn.d_ff)
+    with torch.no_grad():
+        dense = ffn(x := torch.randn(1, 16))
+        ffn.kernel = SparseWay(on=True)
+        torch.testing.assert_close(ffn(x), dense)
+
+
+def test_an_activation_may_leave_the_precision_of_autocast(make_ffn):
+    class Scaled(ReLU2):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.ones(1)
+
+    ffn = make_ffn("mlp", d_model=16, d_ff=64)
+    ffn.act = Scaled(d_ff=64)
+    dense, sparse = both(ffn, torch.randn(40, 16), torch.bfloat16)
+    assert distance(sparse["y"], dense["y"]) < 0.02
 
 
 @pytest.mark.parametrize("threshold", [-1e4, 1e4], ids=["all active", "none active"])
@@ -376,6 +430,22 @@ def test_auto_changes_its_mind_only_beyond_a_margin(monkeypatch: pytest.MonkeyPa
     state = chosen.state()
     chosen.restore(dict.fromkeys(state, True))
     assert chosen.share() == 1
+
+
+def test_auto_goes_on_as_the_run_began_where_the_kernel_comes_or_goes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(crossover, "timed", lambda *_: pytest.fail("measured again"))
+    came = Kernels(gpt("ffn=mlp"), "auto", torch.float32)
+    assert came.measure({}, 64, torch.no_grad) == {}  # the run began without one
+    came.decide(1, torch.zeros(1, 16).long(), torch.no_grad)
+    assert came.share() == 0
+    assert all(ffn.kernel is None for ffn in came.ffns.values())
+    monkeypatch.setattr(crossover.kernels, "unavailable", lambda *_: "no compiler")
+    with pytest.warns(UserWarning, match="stays dense: no compiler"):
+        gone = Kernels(gpt("ffn=mlp"), "auto", torch.float32)
+    known = {"16x64": table(4, 3, 2)}
+    assert gone.measure(known, 64, torch.no_grad) == known  # for a later resume that has it again
+    gone.restore({"blocks.0.ffn": True})
+    assert gone.share() == 0
 
 
 def test_density_is_that_of_the_activations():

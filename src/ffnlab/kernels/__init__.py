@@ -9,10 +9,11 @@ theirs.
     sddmm(pattern, a, W)         v_tf = a_t . W_f for active pairs        (gradient of h; `up` of gated units)
     spmm_t(pattern, h, a, F)     G_f  = sum over its tokens t of h_tf a_t (gradients of the matrices)
     column_sums(pattern, h, F)   s_f  = sum over its tokens t of h_tf     (gradients of b and C)
+    spread(pattern, s)           s_f for active pairs                     (a bias of `up` in gated units)
 
-W lies with one row per neuron: (F, D). In fp32 and bf16, on a GPU fp16 too, with fp32 sums; each row of a
-result is summed in an order that depends on its entries alone, whatever the number of threads, so the result
-does not depend on it. Backends: `cpu` (C++, compiled on first use), `gpu` (Triton), `reference` (plain
+W lies with one row per neuron: (F, D). In fp32 and bf16, on a GPU fp16 too, with fp32 sums, in an order
+that depends on the sizes and entries of the whole product and not on the number of threads, so the result
+does not depend on it either. Backends: `cpu` (C++, compiled on first use), `gpu` (Triton), `reference` (plain
 PyTorch: every device and precision, small sizes).
 
 Floor, D = d_model, F = d_ff, T tokens, density p: each product does 2 p T F D operations and reads as many
@@ -24,6 +25,6 @@ turns the pattern first, 113 and 157; in bf16 rows pass in pairs, with one dot p
 `ffnlab bench sparse` measures the caches and all products again.
 """
 
-from ffnlab.kernels.ops import column_sums, compact, sddmm, spmm, spmm_t, unavailable
+from ffnlab.kernels.ops import column_sums, compact, sddmm, spmm, spmm_t, spread, unavailable
 
-__all__ = ["column_sums", "compact", "sddmm", "spmm", "spmm_t", "unavailable"]
+__all__ = ["column_sums", "compact", "sddmm", "spmm", "spmm_t", "spread", "unavailable"]

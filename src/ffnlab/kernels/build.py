@@ -53,6 +53,12 @@ def version(cxx: str) -> str:
     return shown.stdout.partition("\n")[0]
 
 
+def own(path: Path) -> bool:
+    """Whether nobody but this user (or root) can have written the file: it is code that is going to run."""
+    facts = path.stat()
+    return os.name != "posix" or (facts.st_uid in (os.getuid(), 0) and not facts.st_mode & 0o022)
+
+
 def compile_to(path: Path, cxx: str) -> None:
     """Compile into a temporary file and rename: a killed or a second process leaves no half library."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,16 +80,34 @@ def compile_to(path: Path, cxx: str) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
     """The compiled backend. Raises NoCompiler with the reason where there is none."""
+    made = attempt()
+    if isinstance(made, NoCompiler):
+        raise made
+    return made
+
+
+@functools.cache
+def attempt() -> ctypes.CDLL | NoCompiler:
+    """The library, or why there is none: found out once, or a broken compiler would run for every product."""
+    try:
+        return made()
+    except NoCompiler as error:
+        return error
+
+
+def made() -> ctypes.CDLL:
+    """Loaded from the cache, compiled where it is not there."""
     try:
         cxx = compiler()
         made_of = f"{SOURCE.read_text(encoding='utf-8')} {FLAGS} {target(cxx)}"
         path = cache_dir() / "kernels" / f"cpu-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
         try:
+            if not own(path):
+                raise OSError
             return ctypes.CDLL(str(path))
-        except OSError:  # not there yet, or damaged
+        except OSError:  # not there yet, damaged, or not to be trusted
             compile_to(path, cxx)
             return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:

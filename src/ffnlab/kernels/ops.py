@@ -100,6 +100,12 @@ def spmm_t(crow: Tensor, idx: Tensor, values: Tensor, a: Tensor, n: int) -> Tens
     return backend(a).spmm_t(crow, idx, values, a, n)
 
 
+@custom_op("ffnlab::spread", mutates_args=())
+def spread(crow: Tensor, idx: Tensor, values: Tensor) -> Tensor:
+    """Not by indexing: its derivative would add up in the precision of `values`, in the order of the day."""
+    return values.index_select(0, idx)
+
+
 @direct
 @custom_op("ffnlab::column_sums", mutates_args=())
 def column_sums(crow: Tensor, idx: Tensor, values: Tensor, n: int) -> Tensor:
@@ -126,6 +132,11 @@ def _(crow, idx, a, dense):
 @register_fake("ffnlab::spmm_t")
 def _(crow, idx, values, a, n):
     return a.new_empty(n, a.shape[1])
+
+
+@register_fake("ffnlab::spread")
+def _(crow, idx, values):
+    return values.new_empty(idx.shape[0])
 
 
 @register_fake("ffnlab::column_sums")
@@ -175,7 +186,7 @@ def compact_backward(ctx, _crow, _idx, grad):
 
 
 def save_spmm(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:4])
 
 
 def spmm_backward(ctx, grad):
@@ -200,10 +211,6 @@ def sddmm_backward(ctx, grad):
     )
 
 
-def save_spmm_t(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:4])
-
-
 def spmm_t_backward(ctx, grad):
     crow, idx, values, a = ctx.saved_tensors
     _, _, wants_values, wants_a, _ = ctx.needs_input_grad
@@ -217,17 +224,27 @@ def spmm_t_backward(ctx, grad):
 
 
 def save_column_sums(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1])
+    ctx.save_for_backward(*inputs[:2])
     ctx.dtype = inputs[2].dtype
 
 
 def column_sums_backward(ctx, grad):
-    (idx,) = ctx.saved_tensors
-    return None, None, grad[idx].to(ctx.dtype), None
+    return None, None, spread(*ctx.saved_tensors, grad).to(ctx.dtype), None
+
+
+def save_spread(ctx, inputs, output) -> None:
+    crow, idx, values = inputs
+    ctx.save_for_backward(crow, idx)
+    ctx.n, ctx.dtype = values.shape[0], values.dtype
+
+
+def spread_backward(ctx, grad):
+    return None, None, column_sums(*ctx.saved_tensors, grad, ctx.n).to(ctx.dtype)
 
 
 register_autograd("ffnlab::compact", compact_backward, setup_context=save_compact)
 register_autograd("ffnlab::spmm", spmm_backward, setup_context=save_spmm)
 register_autograd("ffnlab::sddmm", sddmm_backward, setup_context=save_spmm)
-register_autograd("ffnlab::spmm_t", spmm_t_backward, setup_context=save_spmm_t)
+register_autograd("ffnlab::spmm_t", spmm_t_backward, setup_context=save_spmm)
 register_autograd("ffnlab::column_sums", column_sums_backward, setup_context=save_column_sums)
+register_autograd("ffnlab::spread", spread_backward, setup_context=save_spread)

@@ -28,6 +28,8 @@ class Last(threading.local, Generic[Turned]):
 
     def of(self, crow: Tensor, idx: Tensor, n: int, make: Callable[[Tensor, Tensor, int], Turned]) -> Turned:
         """What `make` gives for this pattern of n columns: made anew only for another one."""
+        if idx.is_inference():  # such tensors do not count their versions
+            return make(crow, idx, n)
         key = (crow.data_ptr(), idx.data_ptr(), crow.shape[0], idx.shape[0], n, crow._version, idx._version)
         if self.found is None or self.key != key:
             self.found = make(crow, idx, n)

@@ -63,7 +63,14 @@ class Kernels:
         return next((r for r in reasons if r is not None), None) or kernels.unavailable(device, dtype)
 
     def measure(self, known: Mapping[str, Any] | None, tokens: int, autocast: Autocast) -> Table:
-        """The table of `auto`: what is known, else timed now with at most `tokens` tokens a call."""
+        """The table of `auto`: what is known, else timed now with at most `tokens` tokens a call.
+
+        A run that began without a kernel has an empty one, and stays dense where there is a kernel now; one
+        that goes on without the kernel keeps the table that it has.
+        """
+        if self.mode == "auto" and known is not None and not (known and self.ways):
+            self.stay_dense()
+            return dict(known)
         if self.mode == "auto" and self.ways:
             self.table = dict(known) if known else {}
             for ffn in self.ffns.values():
@@ -71,13 +78,19 @@ class Kernels:
                     self.table[size(ffn)] = timed(ffn, min(tokens, TOKENS), autocast)
         return self.table
 
+    def stay_dense(self) -> None:
+        """No FFN goes the sparse way any more."""
+        for name in self.ways:
+            self.ffns[name].kernel = None
+        self.ways = {}
+
     def decide(self, update: int, tokens: Int[Tensor, "W T"], autocast: Autocast) -> None:
         """Before update `update`: look at the densities on `tokens` where it is time, and choose."""
         if self.mode != "auto" or not self.ways or (update - 1) % EVERY:
             return
         for name, density in self.densities(tokens, autocast).items():
             way, limit = self.ways[name], crossover(self.table[size(self.ffns[name])])
-            way.on = density < limit * (1 + MARGIN if way.on else 1 - MARGIN)
+            way.on = pays(density, limit, on=way.on)
 
     @torch.no_grad()
     def densities(self, tokens: Int[Tensor, "W T"], autocast: Autocast) -> dict[str, float]:
@@ -112,14 +125,19 @@ class Kernels:
         return {name: way.on for name, way in self.ways.items()}
 
     def restore(self, state: Mapping[str, bool]) -> None:
-        """The counterpart of `state`."""
-        for name, on in state.items():
-            self.ways[name].on = on
+        """The counterpart of `state`; without a kernel there is nothing to restore."""
+        for name in state.keys() & self.ways.keys():
+            self.ways[name].on = state[name]
 
 
 def size(ffn: FFN) -> str:
     """What the crossover depends on in one run: all its FFNs are of one kind."""
     return f"{ffn.d_model}x{ffn.d_ff}"
+
+
+def pays(density: float, limit: float, *, on: bool) -> bool:
+    """Whether `auto` takes the sparse way at a density, given the crossover and the way of before."""
+    return density < limit * (1 + MARGIN if on else 1 - MARGIN)
 
 
 def crossover(rows: list[dict[str, float]]) -> float:

@@ -76,7 +76,7 @@ def tied(ffn: FFN, x: Float[Tensor, "T D"], up: Operands) -> Active:
     act, c = activation(ffn)
     pre = found.values
     if c is not None:
-        pre = pre + (c if c.ndim == 0 else c[found.idx]).to(pre.dtype)
+        pre = pre + (c if c.ndim == 0 else kernels.spread(found.crow, found.idx, c)).to(pre.dtype)
     return found._replace(values=act(found.values) * pre)
 
 
@@ -86,7 +86,7 @@ def gated(ffn: FFN, x: Float[Tensor, "T D"], gate: Operands, up: Operands) -> Ac
     weight, bias = up
     values = kernels.sddmm(found.crow, found.idx, x, weight)
     if bias is not None:
-        values = values + bias[found.idx]
+        values = values + kernels.spread(found.crow, found.idx, bias)
     return found._replace(values=activation(ffn)[0](found.values) * values)
 
 
@@ -146,7 +146,7 @@ def one_token(ffn: FFN, made: Matrices) -> Callable[[Tensor], Tensor] | None:
     """The FFN for one token (1, D) at a time; None where no backend has it in one call."""
     rows, _ = made.down
     act, threshold = activation(ffn)
-    power = getattr(act, "power", None)
+    power = vars(type(act)).get("power")  # not an inherited one: a subclass may have a formula of its own
     if rows.device.type != "cpu" or power is None or kernels.unavailable(rows.device, rows.dtype):
         return None
     c = rows.new_zeros(()) if threshold is None else threshold.detach().to(rows.dtype).contiguous()
@@ -168,13 +168,14 @@ class SparseWay:
 
     def takes(self, ffn: FFN) -> bool:
         """Whether the next call goes this way."""
+        if torch.is_grad_enabled():
+            self.kept = None  # an optimizer may change the weights and not count it as a version
         return self.on and not watched(ffn)
 
     def __call__(self, ffn: FFN, x: Float[Tensor, "... D"]) -> tuple[Tensor, Tensor]:
         """y, and the hidden values that are not zero (nnz,); none are given where nobody is to use them."""
         tokens = x.reshape(-1, ffn.d_model).to(as_product(x))
-        if torch.is_grad_enabled():
-            self.kept = None  # an optimizer may change the weights and not count it as a version
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             made, token = matrices(ffn, tokens.dtype), None
         else:
             made, token = self.keep(ffn, tokens.dtype)
@@ -182,7 +183,8 @@ class SparseWay:
             return token(tokens).view(x.shape), tokens.new_empty(0)
         found = HIDDEN[type(ffn).hidden][0](ffn, tokens, *made.ways_in)
         rows, bias = made.down
-        y = kernels.spmm(found.crow, found.idx, ffn.dropout(found.values), rows)
+        hidden = ffn.dropout(found.values).to(rows.dtype)  # an activation may leave the precision of autocast
+        y = kernels.spmm(found.crow, found.idx, hidden, rows)
         y = y if bias is None else y + bias
         return y.view(*x.shape[:-1], ffn.d_model), found.values
 
@@ -191,7 +193,7 @@ class SparseWay:
         key = (dtype, versions(ffn))
         if self.kept is None or self.kept[0] != key:
             made = matrices(ffn, dtype)
-            self.kept = key, made, None if torch.compiler.is_compiling() else one_token(ffn, made)
+            self.kept = key, made, one_token(ffn, made)
         return self.kept[1:]
 
 

@@ -92,4 +92,4 @@ def shifts(
     shift = (x_j / n_j[:, None] - mean).norm(dim=1) / variance.clamp(min=0).sqrt()
     chance = ((1 / n_j - 1 / n) * n / (n - 1)).clamp(min=0).sqrt()
     known = (n_j > 0) & (n_j < n) & shift.isfinite()
-    return tuple(torch.where(known, value, torch.nan) for value in (shift, chance))
+    return torch.where(known, shift, torch.nan), torch.where(known, chance, torch.nan)

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 def sizes(text: str) -> tuple[int, int]:
     """768x3072 -> d_model and d_ff."""
     d_model, _, d_ff = text.partition("x")
-    if not (d_model.isdigit() and d_ff.isdigit() and int(d_model) and int(d_ff)):
+    if not (d_model.isdecimal() and d_ff.isdecimal() and int(d_model) and int(d_ff)):
         raise UserError(f"--shapes {text}: expected d_model x d_ff, such as 768x3072")
     return int(d_model), int(d_ff)
 

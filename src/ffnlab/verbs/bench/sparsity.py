@@ -14,7 +14,7 @@ from ffnlab.errors import UserError
 from ffnlab.kernels.limits import Limits
 from ffnlab.kernels.reference import row_of
 from ffnlab.nn.crossover import TOKENS as AUTO_TOKENS
-from ffnlab.nn.crossover import crossover, place, timed
+from ffnlab.nn.crossover import crossover, pays, place, timed
 from ffnlab.nn.ffn.base import FFN, GatedFFN
 from ffnlab.nn.gpt import ModelSettings
 from ffnlab.nn.penalty import take
@@ -121,7 +121,7 @@ class Case:
             "name": type(self.ffn).__name__,
             **figures([t.both for t in dense.times], [t.both for t in sparse.times]),
             "bound": (1 + sparse_products) / (1 + sparse_products * self.density),
-            "auto": "sparse" if self.density < self.auto_limit else "dense",
+            "auto": "sparse" if pays(self.density, self.auto_limit, on=False) else "dense",
             "dense_saved_bytes": dense.saved_bytes,
             "sparse_saved_bytes": sparse.saved_bytes,
         }

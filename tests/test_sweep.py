@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,10 +27,10 @@ from ffnlab.explain import config_loader
 from ffnlab.record.same import unequal
 from hydra_plugins.ffnlab_sweep import _start, _view
 from hydra_plugins.ffnlab_sweep._jobs import Job, digest, expand, slug
+from hydra_plugins.ffnlab_sweep._process import ProcessLauncher
 from hydra_plugins.ffnlab_sweep._tune import Tune
 from hydra_plugins.ffnlab_sweep._view import clock, last_row, status
 from hydra_plugins.ffnlab_sweep.arms import ArmsSweeper
-from hydra_plugins.ffnlab_sweep.process import ProcessLauncher
 
 
 def lines(command: Sequence[str], params: dict | None = None, arms: dict | None = None) -> list[str]:
@@ -352,9 +353,9 @@ time.sleep(60)
 DRIVER = """
 import sys
 from omegaconf import OmegaConf
-from hydra_plugins.ffnlab_sweep import _start, process
+from hydra_plugins.ffnlab_sweep import _start, _process
 _start.script = lambda: sys.argv[1]
-launcher = process.ProcessLauncher(parallel=int(sys.argv[2]), timeout_s=None, grace_s=5)
+launcher = _process.ProcessLauncher(parallel=int(sys.argv[2]), timeout_s=None, grace_s=5)
 node = {"runtime": {"config_sources": []}, "overrides": {"hydra": []}, "job": {"config_name": "train"}}
 launcher.setup(hydra_context=None, task_function=None, config=OmegaConf.create({"hydra": node}))
 returns = launcher.launch([[f"do={d}", f"out='outputs/x/{i}-{d}'"] for i, d in enumerate(sys.argv[3:])], 0)
@@ -597,6 +598,53 @@ TINY = [
 
 
 @pytest.mark.slow
+def test_hydra_and_the_sweeper_hold_one_launcher(tmp_path: Path, root: Path):
+    """As train.py has it: Hydra executes modules of plugins, also those that are imported already."""
+    code = (
+        "from hydra.core.config_store import ConfigStore\n"
+        "from hydra.core.plugins import Plugins\n"
+        "from hydra_plugins.ffnlab_sweep import arms\n"
+        "name = arms.ProcessLauncher.__module__ + '.ProcessLauncher'\n"
+        "assert Plugins.instance().class_name_to_class[name] is arms.ProcessLauncher\n"
+        "assert ConfigStore.instance().load('hydra/launcher/process.yaml').node._target_ == name\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_jobs_share_the_cores_by_how_many_run_at_once(tmp_path: Path, root: Path):
+    """Not by how many there are; and each is said to start and to end once."""
+    words = ["-m", "seed=0,1,2", "tokenizer=byte", *TINY, "hydra.launcher.parallel=2"]
+    command = [sys.executable, str(root / "train.py"), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if re.match(r"\[\d/3\] (start|done)", line)]
+    assert len(said) == len({line.split("  val")[0] for line in said}) == 6
+    for run in (p for p in (tmp_path / "outputs/sweep").iterdir() if p.is_dir()):
+        assert json.loads((run / "run.json").read_text())["threads"] == max(1, _start.cores() // 2)
+
+
+def test_an_interrupted_sweep_says_so_by_its_code(tmp_path: Path, root: Path):
+    words = ["-m", "seed=0,1", "tokenizer=byte", *TINY, "train.steps=100000", "train.log_every=1000"]
+    sweep = subprocess.Popen(
+        [sys.executable, str(root / "train.py"), *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("outputs/sweep/*/metrics.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        sweep.send_signal(signal.SIGINT)
+        said, _ = sweep.communicate(timeout=120)
+    finally:
+        sweep.kill()
+    assert sweep.returncode == 130, said
+    assert re.search(r"-s1 +│ not started", said), said
+    assert "FAILED" not in said
+
+
 def test_a_real_sweep(tmp_path: Path, root: Path):
     words = ["-m", "ffn=mlp,swiglu", "tokenizer=byte", *TINY, "train.threads=1"]
     command = [sys.executable, str(root / "train.py"), *words]

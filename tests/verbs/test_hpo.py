@@ -1,6 +1,7 @@
 """`ffnlab hpo`: a plan is checked at once; a search survives a kill, a failing and a diverging trial."""
 
 import argparse
+import warnings
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,29 @@ def test_a_search_goes_on_where_it_stopped(here: Path, capsys: pytest.CaptureFix
             assert f"act={trial.params['act']}" in seen
     best = min((t for t in trials if t.value is not None), key=lambda t: t.value)
     assert f"best: python train.py ffn=mlp optim.lr={best.params['optim.lr']}" in capsys.readouterr().out
+
+
+def test_a_search_in_parts_is_the_search_in_one_go(here: Path):
+    def drawn(name: str, *trials: int) -> list[dict[str, object]]:
+        for n in trials:
+            search(plan(n).replace("study: lr", f"study: {name}"))
+        return [t.params for t in hpo.open_study(hpo.read_plan(Path("space.yaml"))).get_trials()]
+
+    whole = drawn("whole", 12)  # beyond the ten that are drawn at random
+    assert len({params["optim.lr"] for params in whole}) == 12
+    assert drawn("parts", 1, 2, 11, 12) == whole
+
+
+def test_what_was_reported_before_a_kill_is_not_reported_again(here: Path):
+    Path("space.yaml").write_text(plan(1))
+    left = hpo.open_study(hpo.read_plan(Path("space.yaml"))).ask()
+    left.suggest_float("optim.lr", 0.2, 0.4)
+    left.report(0.5, 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        search(plan(1).replace("low: 0.0, high: 1.0", "low: 0.2, high: 0.4"))
+    (trial,) = hpo.open_study(hpo.read_plan(Path("space.yaml"))).get_trials()
+    assert trial.intermediate_values[10] == 0.5
 
 
 def test_a_trial_that_a_kill_left_running_is_taken_up_again(here: Path):

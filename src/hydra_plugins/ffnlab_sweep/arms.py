@@ -20,8 +20,8 @@ from ffnlab.errors import UserError, report
 from hydra_plugins.ffnlab_sweep import _jobs, _start, _view
 from hydra_plugins.ffnlab_sweep._jobs import Job
 from hydra_plugins.ffnlab_sweep._others import JobProcess, OtherLauncher
+from hydra_plugins.ffnlab_sweep._process import ProcessLauncher
 from hydra_plugins.ffnlab_sweep._tune import FOLDER, SEEDS, Tune, arm_of
-from hydra_plugins.ffnlab_sweep.process import ProcessLauncher
 
 
 @dataclass

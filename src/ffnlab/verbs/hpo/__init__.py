@@ -86,7 +86,6 @@ def open_study(plan: Plan) -> Any:
     return optuna.create_study(
         study_name=plan.study,
         storage=JournalStorage(JournalFileBackend(str(folder / "optuna.jsonl"))),
-        sampler=optuna.samplers.TPESampler(seed=plan.seed),
         pruner=pruner,
         direction="minimize",
         load_if_exists=True,
@@ -121,6 +120,8 @@ def one(trial: Any, plan: Plan, study: Any, train: Path) -> None:
     """Run a trial to its end, and tell the study how it went."""
     import optuna
 
+    # Seeded by trial: a search that is continued draws what it would have drawn in one go.
+    study.sampler = optuna.samplers.TPESampler(seed=(plan.seed + 1_000_003 * trial.number) % 2**32)
     out = OUTPUTS / plan.study / f"trial-{trial.number:04d}"
     overrides = [*plan.fixed, *suggest(trial, plan.space), f"out={out}", f"study={plan.study}", "arm=trial"]
     log = out.with_name(f"{out.name}.log")
@@ -147,7 +148,8 @@ def one(trial: Any, plan: Plan, study: Any, train: Path) -> None:
 
 def watch(job: subprocess.Popen, metrics: Path, metric: str, trial: Any) -> bool:
     """Wait for the job, report its metric by step; True when it was stopped for being worse than others."""
-    reported: set[int] = set()
+    told = trial.study.get_trials(deepcopy=False)[trial.number]
+    reported = set(told.intermediate_values)  # before a kill, where this one is taken up again
     while job.poll() is None:
         time.sleep(POLL_S)
         for row in Metrics(metrics).read() if metrics.exists() else []:

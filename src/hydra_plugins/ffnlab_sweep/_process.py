@@ -1,4 +1,8 @@
-"""Launcher `process`: every job is `python train.py ...` in its own process, so that none hurts another."""
+"""Launcher `process`: every job is `python train.py ...` in its own process, so that none hurts another.
+
+Hydra finds it in `arms`. A module of plugins without the underscore it would execute once more after `arms`
+had imported it, and then hold another class of this name than `arms` does.
+"""
 
 import os
 import signal
@@ -28,7 +32,7 @@ POLL_S = 0.1
 class ProcessConf:
     """Settings under `hydra.launcher`."""
 
-    _target_: str = "hydra_plugins.ffnlab_sweep.process.ProcessLauncher"
+    _target_: str = "hydra_plugins.ffnlab_sweep._process.ProcessLauncher"
     parallel: int = 1  # jobs at the same time; each gets cores // parallel threads
     timeout_s: float | None = None  # a job that runs longer is stopped and counts as failed
     grace_s: float = 60.0  # what a stopped job may take to save its state before it is killed

@@ -3,6 +3,7 @@ one (auto) against the dense way, seed by seed, and its density by layer; then t
 runs, layers at the end.
 """
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -36,14 +37,25 @@ Pair = tuple[Run, Run]  # of one seed: dense, auto
 
 
 def pairs(study: Study) -> dict[str, dict[str, Pair]]:
-    """activation -> seed -> its two runs, where both are done."""
-    found = {}
+    """activation -> seed -> its two runs, where both are done, with equal threads and what probes saw."""
+    found: dict[str, dict[str, Pair]] = {}
     for name in NAMES:
         dense, auto = (study.arms.get(f"{name}_{way}", {}) for way in ("dense", "auto"))
-        both = {str(seed): (run, auto[seed]) for seed, run in dense.items() if seed in auto}
-        if both:
-            found[name] = both
+        for seed in sorted({*dense, *auto}, key=str):
+            if (why := unfit(dense.get(seed), auto.get(seed))) is None:
+                found.setdefault(name, {})[str(seed)] = (dense[seed], auto[seed])
+            else:
+                print(f"left out {name} of seed {seed}: {why}", file=sys.stderr)
     return found
+
+
+def unfit(dense: Run | None, auto: Run | None) -> str | None:
+    """Why two runs are no pair, None where they are."""
+    if dense is None or auto is None:
+        return "one of the two is not done"
+    if dense.info.get("threads") != auto.info.get("threads"):
+        return f"other threads: {dense.info.get('threads')} and {auto.info.get('threads')}"
+    return None if dense.keys(ACTIVE) and auto.keys(ACTIVE) else "no probe of activity looked"
 
 
 def density(run: Run) -> tuple[np.ndarray, np.ndarray]:

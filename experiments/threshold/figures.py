@@ -3,11 +3,14 @@ how much the tokens that activate a neuron have in common (E53).
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
 from ffnlab.analysis import tables
 from ffnlab.analysis.conclude import conclude, ran
+from ffnlab.analysis.costs import ACTIVE
 from ffnlab.analysis.geometry import selected_shift
 from ffnlab.analysis.runs import Run
 from ffnlab.analysis.study import Study, script
@@ -39,16 +42,13 @@ def shift(run: Run, at: int) -> float:
 
 def active(run: Run, at: int) -> float:
     """Mean over the layers of the active fraction at the first or the last look."""
-    return float(np.mean([run.series(key)[1][at] for key in run.keys(r"probe/activity/L\d+/active_frac")]))
+    return float(np.mean([run.series(key)[1][at] for key in run.keys(ACTIVE)]))
 
 
-def selection(study: Study) -> Table | None:
-    """Arm by arm; None where no run recorded it."""
+def selection(arms: Mapping[str, Sequence[Run]]) -> Table:
+    """Arm by arm."""
     rows = []
-    for arm, by_seed in study.arms.items():
-        runs = [run for run in by_seed.values() if run.keys(SHIFT)]
-        if not runs:
-            continue
+    for arm, runs in arms.items():
         start, end = ([shift(run, at) for run in runs] for at in (0, -1))
         fraction = float(np.mean([active(run, 0) for run in runs]))
         row: dict[str, object] = {"arm": arm, "seeds": len(runs), "active_start": fraction}
@@ -60,14 +60,15 @@ def selection(study: Study) -> Table | None:
                 f"{name}_sd": np.std(values, ddof=1) if len(runs) > 1 else math.nan,
             }
         rows.append(row)
-    return Table("selection", COLUMNS, rows) if rows else None
+    return Table("selection", COLUMNS, rows)
 
 
 def main(study: Study) -> None:
-    if (table := selection(study)) is not None:
+    looked = {arm: [r for r in runs.values() if r.keys(SHIFT)] for arm, runs in study.arms.items()}
+    if looked := {arm: runs for arm, runs in looked.items() if runs}:
+        table = selection(looked)
         study.save("selection.csv", tables.to_csv(table))
-        everything = [run for by_seed in study.arms.values() for run in by_seed.values() if run.keys(SHIFT)]
-        study.save("selection.md", f"{tables.markdown(table)}\n\n- {ran(everything)}\n")
+        study.save("selection.md", f"{tables.markdown(table)}\n\n- {ran(chain(*looked.values()))}\n")
     conclude(study, baseline="none")
 
 

@@ -118,6 +118,12 @@ def check_same_run(session: Session, before: Mapping[str, Any]) -> None:
         )
     if problems:
         raise UserError(*problems)
+    lost = session.kernels.mode == "auto" and "parameters" in before and before.get("kernels") is None
+    if lost:
+        warnings.warn(
+            "run.json lacks the times by which ffn.kernel=auto decides: timed anew, not bit-exact",
+            stacklevel=2,
+        )
     if differing := other_machine(before, session.device):
         warnings.warn(f"resumed with another {'; '.join(differing)}: not bit-exact", stacklevel=2)
 

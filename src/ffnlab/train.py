@@ -147,27 +147,43 @@ def train(
     elif progress.pending is not None:
         go_on = finish(progress.pending, evaluate=True, write=True)
     while go_on and progress.step < cfg.steps:
-        step = progress.step + 1
-        torch.manual_seed(step_seed(seed, step))
-        optimizer.set_factor(factor := hooks.schedule(step))
-        hooks.before_update(step)
-        micro = hooks.batches(step + progress.passed_over)
-        mean, count = gradients(loss, micro, hooks.precision, scaler, hooks.add_up)
-        hooks.add_up([p.grad for p in parameters if p.grad is not None])
-        for inner in optimizer.optimizers:
-            scaler.unscale_(inner)
-        clock.timed("probe", hooks.on_gradients, step)
-        norm = grad_norm(parameters, cfg.clip)
-        row = {"train/loss": mean, "optim/lr": optimizer.lr * factor, "optim/grad_norm": norm}
-        if not (leave_out := bad_numbers(cfg, hooks, progress, scaler.is_enabled(), micro, row)):
-            look_for_spike(cfg, hooks, progress, row)
-        update(optimizer, scaler, leave_out)
-        optimizer.zero_grad()
-        progress.step, progress.tokens = step, progress.tokens + count
+        torch.manual_seed(step_seed(seed, progress.step + 1))
+        row = one_update(cfg, hooks, clock, loss, parameters, optimizer, scaler, progress)
+        step = progress.step
         row |= (seen := clock.timed("probe", hooks.observe, step))
         evaluate = step % cfg.eval_every == 0 or step == cfg.steps
         go_on = finish(row, evaluate, evaluate or bool(seen) or step % cfg.log_every == 0)
     return progress
+
+
+def one_update(
+    cfg: TrainConfig,
+    hooks: Hooks,
+    clock: Clock,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    parameters: Sequence[nn.Parameter],
+    optimizer: Any,
+    scaler: torch.amp.GradScaler,
+    progress: Progress,
+) -> Row:
+    """Update `progress.step + 1`, made or left out; `progress` counts it. Returns what its row says of it."""
+    step = progress.step + 1
+    optimizer.set_factor(factor := hooks.schedule(step))
+    hooks.before_update(step)
+    micro = hooks.batches(step + progress.passed_over)
+    mean, count = gradients(loss, micro, hooks.precision, scaler, hooks.add_up)
+    hooks.add_up([p.grad for p in parameters if p.grad is not None])
+    for inner in optimizer.optimizers:
+        scaler.unscale_(inner)
+    clock.timed("probe", hooks.on_gradients, step)
+    norm = grad_norm(parameters, cfg.clip)
+    row = {"train/loss": mean, "optim/lr": optimizer.lr * factor, "optim/grad_norm": norm}
+    if not (leave_out := bad_numbers(cfg, hooks, progress, scaler.is_enabled(), micro, row)):
+        look_for_spike(cfg, hooks, progress, row)
+    update(optimizer, scaler, leave_out)
+    optimizer.zero_grad()
+    progress.step, progress.tokens = step, progress.tokens + count
+    return row
 
 
 def bad_numbers(

@@ -374,9 +374,11 @@ def test_every_format_tells_the_same(study: Path, capsys: pytest.CaptureFixture[
 
 
 def test_arguments_that_make_no_sense(study: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["compare", str(study), "--alpha", "2", "--margin", "0", "--figure", "x.doc"]) == 1
+    wrong = ["--alpha", "2", "--margin", "0", "--figure", "x.doc", "--target", "nan"]
+    assert cli.main(["compare", str(study), *wrong]) == 1
     said = capsys.readouterr().err
-    assert all(word in said for word in ("3 problems", "--alpha 2.0", "--margin 0.0", "x.doc"))
+    words = ("4 problems", "--alpha 2.0", "--margin 0.0", "x.doc", "--target nan")
+    assert all(word in said for word in words)
 
 
 def test_the_figure_has_a_dot_for_every_run(study: Path, make: Make, capsys: pytest.CaptureFixture[str]):

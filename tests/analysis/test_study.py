@@ -175,7 +175,7 @@ def test_the_spread_of_seed_noise(study: Path, root: Path):
         main(of(study))
 
 
-def test_the_time_that_the_sparse_way_saves(study: Path, root: Path):
+def test_the_time_that_the_sparse_way_saves(study: Path, root: Path, capsys: pytest.CaptureFixture[str]):
     """Of runs with one second a step, and with half of it from the second step on."""
     folder = Path("outputs/payoff")
     for arm, seed in (("c_dense", 0), ("c_auto", 0), ("relu_auto", 0), ("c_dense", 1)):
@@ -190,8 +190,17 @@ def test_the_time_that_the_sparse_way_saves(study: Path, root: Path):
             row = {"step": step, "time_s": spent, "perf/sparse_frac": step / 4, "val/loss": 3 - step / 10}
             metrics.append(row | {"probe/activity/L00/active_frac": 0.5 - step / 10})
         metrics.close()
+    for arm, threads in (("relu2_dense", 1), ("relu2_auto", 2)):  # timed on unequal terms
+        run = shutil.copytree(folder / "c_dense-s0", folder / f"{arm}-s0")
+        config = yaml.safe_load((run / "config.yaml").read_text()) | {"arm": arm}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        info = json.loads((run / "run.json").read_text()) | {"threads": threads}
+        (run / "run.json").write_text(json.dumps(info))
     found = opened(study, folder, Path("elsewhere"))
     runpy.run_path(str(root / "experiments/sparsity_payoff/figures.py"))["main"](found)
+    said = capsys.readouterr().err
+    assert "left out c of seed 1: one of the two is not done" in said
+    assert "left out relu2 of seed 0: other threads: 1 and 2" in said
     (row,) = csv.DictReader(
         Path("elsewhere/payoff.csv").read_text().splitlines()
     )  # of the one pair that is whole

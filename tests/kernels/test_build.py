@@ -20,7 +20,7 @@ def test_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch):
     build.library()
     (kept,) = (fresh / "kernels").iterdir()
     build.attempt.cache_clear()
-    monkeypatch.setattr(build, "compile_to", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(build, "compile_into", lambda *_: pytest.fail("compiled again"))
     build.library()
     assert kept.suffix == ".so"
 
@@ -56,6 +56,22 @@ def test_a_torn_library_is_made_again(fresh: Path, monkeypatch: pytest.MonkeyPat
     build.attempt.cache_clear()
     assert build.library().spmm_f32
     assert torn.stat().st_size == kept.stat().st_size
+
+
+def test_a_library_with_other_content_is_not_loaded(fresh: Path):
+    """As a disk or a power cut leaves it: whole to the loader, and death to who calls it."""
+    build.library()
+    (kept,) = (fresh / "kernels").iterdir()
+    content = bytearray(kept.read_bytes())
+    spoilt = fresh / "kernels" / kept.name.replace(".so", "0.so")  # the key of this machine, another hash
+    spoilt.write_bytes(content)
+    for i in range(len(content) // 2, len(content) // 2 + 100):
+        content[i] ^= 255
+    kept.unlink()
+    kept.write_bytes(content)
+    assert build.kept(fresh / "kernels", kept.stem.split("-")[1]) is None
+    build.attempt.cache_clear()
+    assert build.library().spmm_f32
 
 
 def test_a_library_that_others_can_write_is_made_again(fresh: Path):

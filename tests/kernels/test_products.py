@@ -210,3 +210,26 @@ def test_operators_tell_the_truth_about_themselves():
 def test_precisions_without_a_backend_are_refused_with_the_reason():
     assert kernels.unavailable(torch.device("cpu"), torch.float32) is None
     assert "fp32 and bf16" in str(kernels.unavailable(torch.device("cpu"), torch.float16))
+
+
+def test_operands_of_two_precisions_are_refused():
+    """On the CPU the kernel would read one as the other."""
+    x, up, bias, down = operands(6, 8, 12, 12, torch.float32)
+    crow, idx, values = kernels.compact(x, up, bias, torch.tensor(0.0), 12)
+    with pytest.raises(TypeError, match="one precision"):
+        kernels.spmm(crow, idx, values.bfloat16(), down)
+    with pytest.raises(TypeError, match="one precision"):
+        kernels.sddmm(crow, idx, x, down.bfloat16())
+    with pytest.raises(TypeError, match="idx int32"):
+        kernels.spmm_t(crow, idx.long(), values, x, 12)
+
+
+def test_products_in_inference_mode():
+    """Where tensors do not count their versions."""
+    x, up, bias, _ = operands(6, 8, 12, 12, torch.float32)
+    with torch.inference_mode():
+        crow, idx, values = kernels.compact(x, up, bias, torch.tensor(0.0), 12)
+        found = kernels.spmm_t(crow, idx, values, x, 12), kernels.column_sums(crow, idx, values, 12)
+    crow, idx, values = kernels.compact(x, up, bias, torch.tensor(0.0), 12)
+    torch.testing.assert_close(found[0], kernels.spmm_t(crow, idx, values, x, 12))
+    torch.testing.assert_close(found[1], kernels.column_sums(crow, idx, values, 12))

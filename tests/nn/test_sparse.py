@@ -448,6 +448,16 @@ def test_auto_goes_on_as_the_run_began_where_the_kernel_comes_or_goes(monkeypatc
     assert gone.share() == 0
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [None, "x", [3], [{"density": 0.1, "dense_ms": 1.0}], [{"density": 0.1, "dense_ms": 1, "sparse_ms": 0}]],
+)
+def test_a_table_that_somebody_changed_is_refused(rows: Any):
+    chosen = Kernels(gpt("ffn=mlp"), "auto", torch.float32)
+    with pytest.raises(UserError, match=r"run\.json: kernels\.16x64 is not what was timed"):
+        chosen.measure({"16x64": rows}, 64, torch.no_grad)
+
+
 def test_density_is_that_of_the_activations():
     model = gpt("threshold=fixed", "threshold.active_frac=0.3")
     tokens = torch.randint(0, 97, (4, 16))

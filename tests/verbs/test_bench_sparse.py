@@ -67,6 +67,8 @@ def test_crossover_of_the_rows():
     ("arguments", "words"),
     [
         (["--shapes", "16"], "--shapes 16: expected d_model x d_ff"),
+        (["--shapes", "²x³"], "--shapes ²x³: expected d_model x d_ff"),
+        (["--shapes", "8x32", "ffn=swiglu"], "KEY=VALUE goes before the options"),
         (["--densities", "0"], "expected numbers between 0 and 1"),
         (["act=gelu"], "GELU is not zero"),
         (["ffn=dynamic"], "Dynamic has no sparse form"),
@@ -76,3 +78,10 @@ def test_crossover_of_the_rows():
 def test_messages(capsys: pytest.CaptureFixture, arguments: list[str], words: str):
     assert main([*SMALL, *arguments]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_loses_nothing(capsys: pytest.CaptureFixture):
+    assert main([*SMALL, "--densities", "0.1", "--csv", "/dev/null"]) == 1
+    shown = capsys.readouterr()
+    assert "one token forward" in shown.out
+    assert "/dev/null is not a file: choose another name" in shown.err

@@ -93,6 +93,8 @@ def test_below_takes_out_rare_neurons_too(tmp_path: Path):
         (["ffn.share=all"], [], "ffn.share"),
         ([], ["--below", "1"], "--below 1: expected a share"),
         ([], ["--windows", "0"], "--windows 0"),
+        ([], ["--windows", "100000000000"], "--windows 100000000000: the training split has"),
+        ([], ["--out", "."], "is there already"),
     ],
 )
 def test_messages(tmp_path: Path, own: list[str], options: list[str], words: str):

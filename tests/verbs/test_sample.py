@@ -134,9 +134,11 @@ def test_a_run_on_bare_token_ids(capsys, make_run):
 
 
 def test_numbers_out_of_range_are_all_named(capsys, tmp_path):
+    options = ("--tokens", "0", "--temperature", "nan", "--top-k", "0", "--prompt", "a\udcff")
     with pytest.raises(UserError) as error:
-        sampled(capsys, tmp_path, "--tokens", "0", "--temperature", "nan", "--top-k", "0")
+        sampled(capsys, tmp_path, *options)
     assert [problem.split()[0] for problem in error.value.problems] == [
+        "--prompt",
         "--tokens",
         "--temperature",
         "--top-k",

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 from ffnlab.cache import cache_dir
@@ -53,16 +54,12 @@ def version(cxx: str) -> str:
     return shown.stdout.partition("\n")[0]
 
 
-def own(path: Path) -> bool:
-    """Whether nobody but this user (or root) can have written the file: it is code that is going to run."""
-    facts = path.stat()
-    return os.name != "posix" or (facts.st_uid in (os.getuid(), 0) and not facts.st_mode & 0o022)
-
-
-def compile_to(path: Path, cxx: str) -> None:
-    """Compile into a temporary file and rename: a killed or a second process leaves no half library."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
+def compile_into(folder: Path, key: str, cxx: str) -> Path:
+    """Compile into a temporary file and rename: a killed or a second process leaves no half library. The
+    name ends in the hash of the content: what a disk or a power cut spoils is not loaded.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".so")
     os.close(handle)
     try:
         for extra in ((OPTIONAL,), ()):
@@ -73,42 +70,54 @@ def compile_to(path: Path, cxx: str) -> None:
                 timeout=COMPILE_S,
             )
             if done.returncode == 0:
+                if not extra:
+                    warnings.warn(f"{cxx} has no OpenMP: the sparse kernels use one thread", stacklevel=2)
+                path = folder / f"cpu-{key}-{digest(Path(name).read_bytes())}.so"
                 os.replace(name, path)
-                return
+                return path
         raise NoCompiler(f"{cxx} cannot compile the kernels:\n{done.stderr.strip()[-1000:]}")
     finally:
         Path(name).unlink(missing_ok=True)
 
 
+def kept(folder: Path, key: str) -> Path | None:
+    """The library that was compiled before, where it is whole and nobody but this user (or root) can have
+    written it: it is code that is going to run.
+    """
+    for path in folder.glob(f"cpu-{key}-*.so"):
+        facts = path.stat()
+        own = os.name != "posix" or (facts.st_uid in (os.getuid(), 0) and not facts.st_mode & 0o022)
+        if own and path.is_file() and path.stem.endswith(digest(path.read_bytes())):
+            return path
+    return None
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def library() -> ctypes.CDLL:
     """The compiled backend. Raises NoCompiler with the reason where there is none."""
-    made = attempt()
-    if isinstance(made, NoCompiler):
-        raise made
-    return made
+    found = attempt()
+    if isinstance(found, NoCompiler):
+        raise found
+    return found
 
 
 @functools.cache
 def attempt() -> ctypes.CDLL | NoCompiler:
     """The library, or why there is none: found out once, or a broken compiler would run for every product."""
     try:
-        return made()
+        return load()
     except NoCompiler as error:
         return error
 
 
-def made() -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
     """Loaded from the cache, compiled where it is not there."""
     try:
-        cxx = compiler()
-        made_of = f"{SOURCE.read_text(encoding='utf-8')} {FLAGS} {target(cxx)}"
-        path = cache_dir() / "kernels" / f"cpu-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-        try:
-            if not own(path):
-                raise OSError
-            return ctypes.CDLL(str(path))
-        except OSError:  # not there yet, damaged, or not to be trusted
-            compile_to(path, cxx)
-            return ctypes.CDLL(str(path))
+        cxx, folder = compiler(), cache_dir() / "kernels"
+        key = digest(f"{SOURCE.read_text(encoding='utf-8')} {FLAGS} {target(cxx)}".encode())
+        return ctypes.CDLL(str(kept(folder, key) or compile_into(folder, key, cxx)))
     except (OSError, subprocess.SubprocessError) as error:
         raise NoCompiler(f"the compiled kernels cannot be made or loaded: {error}") from error

@@ -130,7 +130,15 @@ def compact_block(
     return starts, idx, val
 
 
+def agree(crow: Tensor, idx: Tensor, *operands: Tensor) -> None:
+    """The kernels read what they are told is there: raise TypeError where it is of another type."""
+    found = [crow.dtype, idx.dtype, *(operand.dtype for operand in operands)]
+    if found[:2] != [torch.int64, torch.int32] or len(set(found[2:])) > 1:
+        raise TypeError(f"expected crow int64, idx int32 and operands of one precision, got {found}")
+
+
 def spmm(crow: Tensor, idx: Tensor, values: Tensor, dense: Tensor) -> Tensor:
+    agree(crow, idx, values, dense)
     dense = dense.contiguous()
     rows, (n, cols) = crow.shape[0] - 1, dense.shape
     y = dense.new_empty(rows, cols)
@@ -139,6 +147,7 @@ def spmm(crow: Tensor, idx: Tensor, values: Tensor, dense: Tensor) -> Tensor:
 
 
 def sddmm(crow: Tensor, idx: Tensor, a: Tensor, dense: Tensor) -> Tensor:
+    agree(crow, idx, a, dense)
     a, dense = a.contiguous(), dense.contiguous()
     out = dense.new_empty(idx.shape[0])
     call(f"sddmm_{DTYPES[dense.dtype]}", crow, idx, a, dense, out, a.shape[0], *dense.shape)
@@ -146,6 +155,7 @@ def sddmm(crow: Tensor, idx: Tensor, a: Tensor, dense: Tensor) -> Tensor:
 
 
 def spmm_t(crow: Tensor, idx: Tensor, values: Tensor, a: Tensor, n: int) -> Tensor:
+    agree(crow, idx, values, a)
     ccol, row_of, order = transposed(crow, idx, n)
     by_column = torch.empty_like(values, memory_format=torch.contiguous_format)
     call(f"gather_{DTYPES[a.dtype]}", values.contiguous(), order, by_column, idx.shape[0])

@@ -17,6 +17,7 @@ from ffnlab import kernels
 from ffnlab.errors import UserError
 from ffnlab.nn.ffn.base import FFN, FeedForward
 from ffnlab.nn.gpt import GPT
+from ffnlab.nn.rate import synchronize
 from ffnlab.nn.sparse import SparseWay, activation, obstacle
 from ffnlab.nn.threshold import Thresholded
 
@@ -72,7 +73,7 @@ class Kernels:
             self.stay_dense()
             return dict(known)
         if self.mode == "auto" and self.ways:
-            self.table = dict(known) if known else {}
+            self.table = checked(known or {})
             for ffn in self.ffns.values():
                 if size(ffn) not in self.table:
                     self.table[size(ffn)] = timed(ffn, min(tokens, TOKENS), autocast)
@@ -128,6 +129,23 @@ class Kernels:
         """The counterpart of `state`; without a kernel there is nothing to restore."""
         for name in state.keys() & self.ways.keys():
             self.ways[name].on = state[name]
+
+
+def checked(known: Mapping[str, Any]) -> Table:
+    """A table as run.json holds it; UserError where somebody changed it into something else."""
+    keys = ("density", "dense_ms", "sparse_ms")
+    for name, rows in known.items():
+        good = isinstance(rows, list) and all(
+            isinstance(row, dict) and all(isinstance(row.get(key), int | float) for key in keys)
+            for row in rows
+        )
+        if not good or any(not 0 < row[key] < math.inf for row in rows for key in keys):
+            raise UserError(
+                f"run.json: kernels.{name} is not what was timed at the start (rows of {', '.join(keys)}, "
+                "numbers above 0): restore it, or take `kernels` out and let it be timed anew, which may "
+                "send layers another way"
+            )
+    return dict(known)
 
 
 def size(ffn: FFN) -> str:
@@ -195,16 +213,10 @@ def forward_backward(ffn: FFN, x: Tensor, autocast: Autocast) -> float:
     """Seconds of both passes."""
     ffn.zero_grad()
     leaf = x.clone().requires_grad_()
-    synchronize(x)
+    synchronize(x.device)
     start = time.perf_counter()
     with autocast():
         y = ffn(leaf)
     y.backward(torch.ones_like(y))
-    synchronize(x)
+    synchronize(x.device)
     return time.perf_counter() - start
-
-
-def synchronize(x: Tensor) -> None:
-    """Wait for the accelerator."""
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

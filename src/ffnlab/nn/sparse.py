@@ -20,6 +20,7 @@ from ffnlab.nn.ffn.dual_path import TwoDowns
 from ffnlab.nn.ffn.mlp import MLP
 from ffnlab.nn.ffn.paired import Paired
 from ffnlab.nn.ffn.paired_init import PairedInit
+from ffnlab.nn.ffn.ragged import product_dtype
 from ffnlab.nn.ffn.tied_reglu import TiedReGLU
 from ffnlab.nn.threshold import Thresholded
 
@@ -40,12 +41,6 @@ def activation(ffn: FFN) -> tuple[nn.Module, Tensor | None]:
     """The activation without its threshold, and the threshold C where there is one."""
     act = ffn.act
     return (act.act, act.threshold) if isinstance(act, Thresholded) else (act, None)
-
-
-def as_product(x: Tensor) -> torch.dtype:
-    """The precision in which a matrix product with x would run: autocast's, where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 Operands = tuple[Tensor, Tensor | None]  # a matrix and its bias, if any, in the precision of a product
@@ -157,9 +152,11 @@ def one_token(ffn: FFN, made: Matrices) -> Callable[[Tensor], Tensor] | None:
 class SparseWay:
     """One FFN's sparse form. `on` says whether it is taken.
 
-    Same parameters as the dense way, same results up to rounding. With dropout the same distribution, but
-    other draws. The matrices in the precision of the products, and the way down turned, are made once per
-    call in training; kept as long as the parameters do not change where no gradient is wanted.
+    Same parameters as the dense way, same results up to rounding; but what is not a number in a weight or in
+    an incoming gradient reaches active neurons only, where the dense way spreads it by 0 * NaN. With dropout
+    the same distribution, but other draws. The matrices in the precision of the products, and the way down
+    turned, are made once per call in training; kept as long as the parameters do not change where no gradient
+    is wanted.
     """
 
     def __init__(self, *, on: bool):
@@ -174,7 +171,7 @@ class SparseWay:
 
     def __call__(self, ffn: FFN, x: Float[Tensor, "... D"]) -> tuple[Tensor, Tensor]:
         """y, and the hidden values that are not zero (nnz,); none are given where nobody is to use them."""
-        tokens = x.reshape(-1, ffn.d_model).to(as_product(x))
+        tokens = x.reshape(-1, ffn.d_model).to(product_dtype(x))
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             made, token = matrices(ffn, tokens.dtype), None
         else:

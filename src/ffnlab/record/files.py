@@ -21,6 +21,8 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     Temporary file in the same folder, fsync, rename, fsync of the folder. Raises UserError for a disk that is
     full or read-only; the old content then stays as it was.
     """
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
+        raise UserError(f"{path} is not a file: choose another name")
     raw = data.encode() if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -71,8 +73,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     UserError where there is something at `path` already, or the disk refuses.
     """
     path = path.resolve()
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise UserError(f"{path} is there already: choose another --out, or move it away")
+    free_for(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -85,6 +86,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise disk_error(path, 0, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def free_for(path: Path) -> None:
+    """UserError where there is something at the path of a new folder already."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise UserError(f"{path} is there already: choose another --out, or move it away")
 
 
 def sync_folder(folder: Path) -> None:

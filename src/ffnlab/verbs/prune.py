@@ -24,7 +24,7 @@ from ffnlab.nn.count import count, total
 from ffnlab.nn.ffn.base import FFN
 from ffnlab.nn.ffn.paired import Paired
 from ffnlab.nn.sparse import obstacle
-from ffnlab.record.files import whole_folder
+from ffnlab.record.files import free_for, whole_folder
 from ffnlab.record.rundir import read_info
 from ffnlab.trained import Trained
 from ffnlab.validate import validate
@@ -58,10 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check(args)
+    out = args.out or args.run.with_name(f"{args.run.name}-pruned")
+    free_for(out)
     trained = Trained(args.run, args.plugins)
+    if args.windows > trained.data.windows_per_epoch:
+        raise UserError(f"--windows {args.windows}: the training split has {trained.data.windows_per_epoch}")
     ffns = prunable(trained)
     keep = kept(trained, ffns, args.windows, args.below)
-    out = args.out or args.run.with_name(f"{args.run.name}-pruned")
     cfg = narrower(trained, {layer: int(keep[name].sum()) for layer, name in ffns.items()}, out)
     validate(cfg)
     small = build.model(cfg, trained.model.vocab_size).to(trained.device).eval()
@@ -182,6 +185,8 @@ def present(
         for layer, name in ffns.items()
     ]
     show("neurons that stay", ("layer", "before", "after", "share"), rows)
+    if all(stay.all() for stay in keep.values()):
+        print("nothing to take out: the new run is the old one")
     old, new = costs
     print(f"parameters {old.parameters:,} -> {new.parameters:,}", end=", ")
     print(f"FLOPs/token {old.flops_per_token:,} -> {new.flops_per_token:,}")

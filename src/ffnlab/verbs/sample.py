@@ -55,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> None:
     """All numbers in range, or a UserError that names each one that is not."""
     problems = []
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError:
+        problems.append(f"--prompt {args.prompt!a}: these bytes are no UTF-8; give text")
     if args.tokens < 1:
         problems.append(f"--tokens {args.tokens}: expected at least 1")
     if not -(2**63) <= args.seed < 2**64:

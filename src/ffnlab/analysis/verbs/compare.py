@@ -7,6 +7,7 @@ verdict.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def check(args: argparse.Namespace) -> None:
         problems.append(f"--alpha {args.alpha}: expected a number between 0 and 1")
     if args.margin is not None and not 0 < args.margin < float("inf"):
         problems.append(f"--margin {args.margin}: expected a number above 0")
+    if args.target is not None and not math.isfinite(args.target):
+        problems.append(f"--target {args.target}: expected a loss, a finite number")
     if args.figure is not None and args.figure.suffix not in (".png", ".svg", ".pdf"):
         problems.append(f"--figure {args.figure}: expected a name that ends in .png, .svg or .pdf")
     if problems:

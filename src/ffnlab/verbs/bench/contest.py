@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ffnlab.device import autocast
 from ffnlab.errors import UserError
 from ffnlab.nn.count import TRAINING
 from ffnlab.nn.memory import LiveBytes
+from ffnlab.record.files import write_atomic
 from ffnlab.verbs.bench.steps import Stopwatch
 
 
@@ -149,16 +151,17 @@ def spread(values: Sequence[float]) -> float:
 def report(
     args: argparse.Namespace, facts: Mapping[str, Any], present: Callable[[Mapping[str, Any]], None]
 ) -> None:
-    """Write `facts["rows"]` where --csv says; print all as JSON if asked for, else as `present` does."""
-    if args.csv:
-        try:
-            with Path(args.csv).open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(facts["rows"][0]))
-                writer.writeheader()
-                writer.writerows(facts["rows"])
-        except OSError as error:
-            raise UserError(f"--csv {args.csv}: {error.strerror}; give a file that can be written") from error
+    """Print all as JSON if asked for, else as `present` does; write `facts["rows"]` where --csv says.
+
+    What was measured is shown first: nothing is lost where the file cannot be written.
+    """
     if args.json:
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(facts, indent=2), flush=True)
     else:
         present(facts)
+    if args.csv:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(facts["rows"][0]))
+        writer.writeheader()
+        writer.writerows(facts["rows"])
+        write_atomic(Path(args.csv), text.getvalue())

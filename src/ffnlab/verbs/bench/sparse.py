@@ -17,7 +17,6 @@ token: one token forward, as in sampling. The bound is that of the bytes: mlp 2 
 
 import argparse
 import itertools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,12 +25,12 @@ from ffnlab.device import DTYPES, choose_device, has_bf16, set_threads
 from ffnlab.errors import UserError
 from ffnlab.kernels.limits import limits
 from ffnlab.kernels.ops import compiled
+from ffnlab.nn.crossover import DENSITIES, crossover
 from ffnlab.nn.rate import machine
 from ffnlab.verbs import mebibytes, show
 from ffnlab.verbs.bench.contest import add_contest_arguments, at_least_one, report
 from ffnlab.verbs.bench.sparsity import Case, auto_limit
 
-DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.4)
 SHAPES = ("384x1536", "768x3072")
 TOKENS = 4096
 SECTIONS = {
@@ -83,7 +82,9 @@ def sizes(text: str) -> tuple[int, int]:
     """768x3072 -> d_model and d_ff."""
     d_model, _, d_ff = text.partition("x")
     if not (d_model.isdecimal() and d_ff.isdecimal() and int(d_model) and int(d_ff)):
-        raise UserError(f"--shapes {text}: expected d_model x d_ff, such as 768x3072")
+        raise UserError(
+            f"--shapes {text}: expected d_model x d_ff, such as 768x3072 (KEY=VALUE goes before the options)"
+        )
     return int(d_model), int(d_ff)
 
 
@@ -121,17 +122,14 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 def crossovers(rows: list[dict[str, Any]]) -> list[str]:
     """The density at which both ways take the same time, by interpolation of the logarithms."""
     lines = []
-    gains: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for row in rows:
+    cases: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for row in sorted(rows, key=lambda row: row["density"]):
         if row["section"] == "ffn":
-            gain = (row["density"], math.log(row["speedup"]))
-            gains.setdefault((row["shape"], row["precision"]), []).append(gain)
-    for (shape, precision), own in gains.items():
-        own.sort()
-        crossed = [
-            a * (b / a) ** (ya / (ya - yb)) for (a, ya), (b, yb) in itertools.pairwise(own) if ya > 0 >= yb
-        ]
-        beyond = "above" if own[-1][1] > 0 else "below"
-        where = f"{crossed[0]:.1%}" if crossed else f"{beyond} all of these"
+            gain = {"density": row["density"], "dense_ms": row["speedup"], "sparse_ms": 1.0}
+            cases.setdefault((row["shape"], row["precision"]), []).append(gain)
+    for (shape, precision), own in cases.items():
+        at = crossover(own)
+        always = all(gain["dense_ms"] > 1 for gain in own)
+        where = "above all of these" if always else f"{at:.1%}" if at else "below all of these"
         lines.append(f"{shape} {precision}: dense and sparse take the same time at a density of {where}")
     return lines

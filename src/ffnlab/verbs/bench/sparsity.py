@@ -12,6 +12,7 @@ from ffnlab.config import settings
 from ffnlab.device import DTYPES, autocast
 from ffnlab.errors import UserError
 from ffnlab.kernels.limits import Limits
+from ffnlab.kernels.ops import rows_of
 from ffnlab.kernels.reference import row_of
 from ffnlab.nn.crossover import TOKENS as AUTO_TOKENS
 from ffnlab.nn.crossover import crossover, pays, place, timed
@@ -136,7 +137,7 @@ class Case:
         crow, idx, values = active(self.ffn, x, (w, bias))
         hidden = x.new_zeros(len(x), n)
         hidden[row_of(crow, idx), idx.long()] = values
-        rows = w if len(w) == n else torch.cat([w, -w])[:n]
+        rows = rows_of(w, n)
         return {
             "compact": (lambda: (x @ w.T - 1).relu(), lambda: active(self.ffn, x, (w, bias))),
             "spmm": (lambda: hidden @ rows, lambda: kernels.spmm(crow, idx, values, rows)),

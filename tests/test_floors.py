@@ -77,7 +77,6 @@ FORBIDDEN_CALLS = {
 }
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 FORBIDDEN_NAMES = {"instantiate", "get_class", "get_method", "get_object"}  # hydra.utils
-# Functions that are allowed to be longer than 60 lines, and how long.
 DRAWERS = {"utils", "util", "helpers", "common", "manager", "misc"}
 
 
